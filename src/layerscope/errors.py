@@ -1,0 +1,94 @@
+"""Every error layerscope raises, in one small tree.
+
+    LayerscopeError
+    ├── BadText          (ValueError)        a pattern, schedule, point or moment that does not parse
+    ├── NoSuchPoint      (LookupError)       a pattern or name that matches nothing
+    ├── Ambiguous        (LookupError)       a name that several leaves or moments answer to
+    ├── NothingRecorded  (RuntimeError)      forwards ran, and no expected tap fired
+    ├── Incomplete       (RuntimeError)      on_error="raise": something asked for is missing
+    ├── Unsupported      (TypeError)         a dtype, layout or model that is refused, with the reason
+    ├── MissingExtra     (ImportError)       an optional library, with its install line
+    ├── BadModel         (ValueError)        MODEL or --inputs that cannot be made into one
+    ├── NotARun          (ValueError)        a path that holds no run
+    ├── NewerFormat      (NotARun)           a run written by a later layerscope
+    ├── RunExists        (FileExistsError)   `to=` names a run that is already there
+    ├── RunBusy          (RuntimeError)      another process is writing this rank of this run
+    └── Damaged          (OSError)           bytes that are not what was written
+
+The message is written for the person who reads it: what was asked, what there is, what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "Ambiguous",
+    "BadModel",
+    "BadText",
+    "Damaged",
+    "Incomplete",
+    "LayerscopeError",
+    "MissingExtra",
+    "NewerFormat",
+    "NoSuchPoint",
+    "NotARun",
+    "NothingRecorded",
+    "RunBusy",
+    "RunExists",
+    "Unsupported",
+]
+
+
+class LayerscopeError(Exception):
+    """The root: `except LayerscopeError` catches what this package raises on purpose."""
+
+
+class BadText(LayerscopeError, ValueError):
+    """A pattern, schedule, point or moment that does not parse."""
+
+
+class NoSuchPoint(LayerscopeError, LookupError):
+    """A pattern or name that matches nothing."""
+
+
+class Ambiguous(LayerscopeError, LookupError):
+    """A name that several leaves or moments answer to; the message lists them."""
+
+
+class NothingRecorded(LayerscopeError, RuntimeError):
+    """Forwards ran, and no expected tap fired."""
+
+
+class Incomplete(LayerscopeError, RuntimeError):
+    """Something asked for is missing, and the caller chose `on_error="raise"`."""
+
+
+class Unsupported(LayerscopeError, TypeError):
+    """A dtype, layout or model that is refused, with the reason and the way out."""
+
+
+class MissingExtra(LayerscopeError, ImportError):
+    """An optional library is not installed; the message has the install line."""
+
+
+class BadModel(LayerscopeError, ValueError):
+    """MODEL or --inputs that cannot be made into a model or its inputs."""
+
+
+class NotARun(LayerscopeError, ValueError):
+    """A path that holds no run."""
+
+
+class NewerFormat(NotARun):
+    """A run written by a later layerscope than this one."""
+
+
+class RunExists(LayerscopeError, FileExistsError):
+    """`to=` names a run that is already there, and `append=True` was not given."""
+
+
+class RunBusy(LayerscopeError, RuntimeError):
+    """Another process is writing this rank of this run."""
+
+
+class Damaged(LayerscopeError, OSError):
+    """Bytes that are not what was written: a failed checksum, a truncated file."""

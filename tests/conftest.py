@@ -1,0 +1,17 @@
+"""Seeds and a quiet machine; everything else is in the test that needs it."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _seeded(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Fix the seeds of a test, and keep its caches out of the user's home."""
+    import sys
+
+    monkeypatch.setenv("LAYERSCOPE_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    for variable in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
