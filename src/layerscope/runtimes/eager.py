@@ -1,0 +1,354 @@
+"""Watch a plain PyTorch model through hooks that leave no trace.
+
+    with watch(model, {"layers.3": {"input", "output"}}, sink):
+        model(x)
+
+The hooks return None, hold no state on the user's modules, stay silent in deep copies and forked children, and turn
+into nothing when the model is pickled. Gradients are seen through hooks on the autograd graph rather than through
+`register_full_backward_hook`, which passes tensors through an identity that forbids in-place operations.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+from layerscope.patterns import Place
+from layerscope.points import Leaf, Point, Side, unwrapped
+from layerscope.runtimes.calls import Call, Local
+from layerscope.runtimes.ops import OpWatch
+from layerscope.runtimes.sink import Sink, Step
+from layerscope.runtimes.values import argument_leaves, describe, leaves
+
+__all__ = ["Modules", "modules_of", "points", "watch", "why_silent"]
+
+# What a hook of ours becomes in a deep copy or a pickle: a call that takes anything and returns None, from the
+# standard library, so that a checkpoint saved while recording loads where layerscope is not installed.
+_SILENT = nullcontext().__exit__
+
+# The model as it was given, where that is a wrapper and its name belongs to what it wraps.
+_WRAPPER = "<wrapper>"
+
+
+class Modules(NamedTuple):
+    """The modules of a model by their unwrapped names, and the other names of shared ones."""
+
+    by_name: dict[str, torch.nn.Module]
+    shared: dict[str, str]
+
+
+def modules_of(model: torch.nn.Module) -> Modules:
+    """List a model's modules under names that wrappers have not touched.
+
+    A wrapper and what it wraps end up with one name, which is then the wrapped module's. A module found again under
+    another name is the same module: it keeps its first name, and the other one is listed in `shared`.
+    """
+    by_name: dict[str, torch.nn.Module] = {}
+    shared: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+
+    def walk(module: torch.nn.Module, raw: str, above: frozenset[int]) -> None:
+        name = unwrapped(raw)
+        known = first_name.get(id(module))
+        if known is not None and known != name:
+            shared[name] = known
+        else:
+            first_name[id(module)] = name
+            by_name[name] = module
+        if id(module) in above:  # a module that contains itself
+            return
+        for key, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{raw}.{key}" if raw else key, above | {id(module)})
+
+    walk(model, "", frozenset())
+    return Modules(by_name, shared)
+
+
+def points(model: torch.nn.Module) -> list[Place]:
+    """Return the places of a model, shared modules under each of their names."""
+    by_name, shared = modules_of(model)
+    named = [*by_name.items(), *((other, by_name[first]) for other, first in shared.items())]
+    return [Place(name, tuple(c.__name__ for c in type(module).__mro__[:-1])) for name, module in named]
+
+
+@contextmanager
+def watch(
+    model: torch.nn.Module,
+    wanted: Mapping[str, Collection[Side]],
+    sink: Sink,
+    *,
+    ops: Callable[[str], str | None] | None = None,
+) -> Iterator[None]:
+    """Tell `sink` what passes the wanted sides of the wanted modules until the block ends.
+
+    `ops` maps an operation's qualified name to the name to record it under, or None to let it pass. Operations are
+    watched on the thread that enters the block, inside the model's forward.
+    """
+    by_name, _ = modules_of(model)
+    watcher = _Watcher(sink)
+    places = {name: frozenset(sides) for name, sides in wanted.items()}
+    if ops is not None:  # the innermost module under way names where an operation happened
+        places = {name: places.get(name, frozenset()) for name in by_name}
+    root = next((name for name, module in by_name.items() if module is model), None)
+    with ExitStack() as stack:
+        stack.callback(watcher.close)
+        if root is None:  # the model itself is a wrapper, and carries no name of its own
+            _attach(stack, watcher, model, _WRAPPER, frozenset())
+        else:
+            places.setdefault(root, frozenset())
+        for name, sides in places.items():
+            _attach(stack, watcher, by_name[name], name, sides)
+        if ops is not None:
+            stack.enter_context(OpWatch(ops, watcher.local, sink))
+        yield
+
+
+def why_silent(model: torch.nn.Module, name: str) -> str:
+    """Say why a module that was asked for never ran, as far as the model's structure tells."""
+    by_name, _ = modules_of(model)
+    parts = name.split(".")
+    for depth in range(len(parts), -1, -1):
+        above = by_name.get(".".join(parts[:depth]))
+        if getattr(above, "_compiled_call_impl", None) or type(above).__module__.startswith("torch._dynamo"):
+            return "compiled before the tap: hooks do not fire inside a compiled module"
+    parent = by_name.get(".".join(parts[:-1]))
+    if isinstance(parent, torch.nn.MultiheadAttention) and parts[-1] == "out_proj":
+        return "called functionally: MultiheadAttention uses out_proj's weights without calling it"
+    if isinstance(by_name[name], (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList)):
+        return f"never called: a {type(by_name[name]).__name__} only holds other modules"
+    return "never called"
+
+
+class _Watcher:
+    """The state that all hooks of one `watch` share."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.local = Local()
+        self.pid = os.getpid()
+        self.latest: Step | None = None
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def enter(self, name: str, sides: frozenset[Side], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        local = self.local
+        repeated = torch._C._current_graph_task_id() >= 0
+        if repeated:
+            step, index = self._repeat(name)
+        else:
+            if local.calls and local.calls[0].name == name and not _on_stack(local.frame):
+                local.calls.clear()  # an interrupt left the last forward without running our hooks
+            if local.calls:
+                step = local.calls[0].step
+            else:
+                step = self.latest = self.sink.begin()
+                local.frame = sys._getframe(2)
+            index = step.call(name)
+        sources: list[tuple[Leaf, Node, int]] = []
+        local.calls.append(Call(name, step, index, repeated, sys.exc_info()[1], sources))
+        if step.idle:
+            return
+        if "grad_input" in sides and torch.is_grad_enabled():
+            for leaf, tensor in argument_leaves(args, kwargs):
+                if tensor.requires_grad:
+                    edge = get_gradient_edge(tensor)
+                    sources.append((leaf, edge.node, edge.output_nr))
+        if "input" in sides and not repeated:
+            self._deliver(step, name, "input", index, argument_leaves(args, kwargs), describe(args or None))
+
+    def exit(self, name: str, sides: frozenset[Side], value: object) -> None:
+        local = self.local
+        call = local.finished(name)
+        if call is None:
+            return  # another hook raised before ours could see the call begin
+        failed = value is None and sys.exc_info()[1] is not call.exception
+        step = call.step
+        if not (step.idle or failed):
+            if call.repeated:
+                self.sink.recomputed(name)
+            elif "output" in sides:
+                self._deliver(step, name, "output", call.number, leaves(value), describe(value))
+            if "grad_output" in sides:
+                self._follow_outputs(call, value)
+            if call.sources:
+                self._follow_inputs(call, value)
+        if not local.calls and not call.repeated:
+            local.frame = None
+            self.sink.end(step, failed=failed)
+
+    def _deliver(
+        self,
+        step: Step,
+        name: str,
+        side: Side,
+        index: int,
+        found: Iterator[tuple[Leaf, torch.Tensor]],
+        otherwise: str,
+    ) -> None:
+        nothing = True
+        self.local.looking = True
+        try:
+            for leaf, tensor in found:
+                nothing = False
+                self.sink.seen(step, Point(name, side, leaf), tensor, call=index)
+        finally:
+            self.local.looking = False
+        if nothing:
+            self.sink.empty(Point(name, side), because=f"its {side} holds no tensor: {otherwise}")
+
+    def _repeat(self, name: str) -> tuple[Step, int]:
+        """Find which call a recomputation repeats: the backward pass goes through them from the last to the first."""
+        step = self.latest or self.sink.begin()
+        nth = step.recomputed.get(name, 0)
+        step.recomputed[name] = nth + 1
+        return step, max(step.calls.get(name, 1) - 1 - nth, 0)
+
+    def _follow_outputs(self, call: Call, value: object) -> None:
+        for leaf, tensor in leaves(value):
+            if tensor.requires_grad:
+                tensor.register_hook(_Gradient(self, call, Point(call.name, "grad_output", leaf)))  # type: ignore[no-untyped-call]
+
+    def _follow_inputs(self, call: Call, value: object) -> None:
+        """Watch the edges by which this module, and no other consumer, reaches its inputs.
+
+        A tensor hook would see the sum over every consumer: the residual stream's, say. The module's own share flows
+        along the edges that its forward added, so the graph is walked from the outputs back to the inputs.
+        """
+        flows = {(id(node), nr): _Inflow(self, call, leaf, node) for leaf, node, nr in call.sources}
+        reached = {id(node) for _, node, _ in call.sources}
+        pending = [t.grad_fn for _, t in leaves(value) if t.grad_fn is not None]
+        known: dict[int, Node] = {}
+        while pending:
+            node = pending.pop()
+            if id(node) in known or id(node) in reached:
+                continue
+            known[id(node)] = node
+            for position, (following, nr) in enumerate(node.next_functions):
+                if following is None:
+                    continue
+                flow = flows.get((id(following), nr))
+                if flow is not None:
+                    flow.expect(node, position)
+                else:
+                    pending.append(following)
+
+
+class _Hook:
+    """A hook on one module: inert in copies, pickles and forked children, and never raising."""
+
+    def __init__(self, watcher: _Watcher, module: torch.nn.Module, name: str, sides: frozenset[Side]) -> None:
+        self.watcher = watcher
+        self.module = module
+        self.name = name
+        self.sides = sides
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _SILENT
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+    def mine(self, module: torch.nn.Module) -> bool:
+        watcher = self.watcher
+        return module is self.module and not watcher.closed and watcher.pid == os.getpid()
+
+
+class _Enter(_Hook):
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.mine(module):
+            try:
+                self.watcher.enter(self.name, self.sides, args, kwargs)
+            except Exception as error:
+                self.watcher.sink.failed(Point(self.name, "input"), error)
+
+
+class _Exit(_Hook):
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: object) -> None:
+        if self.mine(module):
+            try:
+                self.watcher.exit(self.name, self.sides, value)
+            except Exception as error:
+                self.watcher.sink.failed(Point(self.name), error)
+
+
+class _Gradient:
+    """A hook on one tensor of the graph; it holds the watcher weakly, for graphs outlive recordings."""
+
+    def __init__(self, watcher: _Watcher, call: Call, point: Point) -> None:
+        self.watcher = weakref.ref(watcher)
+        self.step = call.step
+        self.number = call.number
+        self.point = point
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        watcher = self.watcher()
+        if watcher is None or watcher.closed or watcher.pid != os.getpid():
+            return
+        watcher.local.looking = True
+        try:
+            watcher.sink.seen(self.step, self.point, gradient, call=self.number)
+        except Exception as error:
+            watcher.sink.failed(self.point, error)
+        finally:
+            watcher.local.looking = False
+
+
+class _Inflow:
+    """The gradient that flows into one input of one call, added up over the edges it arrives by."""
+
+    def __init__(self, watcher: _Watcher, call: Call, leaf: Leaf, source: Node) -> None:
+        self.tell = _Gradient(watcher, call, Point(call.name, "grad_input", leaf))
+        self.source = source  # kept alive: its id is the key it is found by
+        self.edges = 0
+        self.arrived = 0
+        self.total: torch.Tensor | None = None
+
+    def expect(self, node: Node, position: int) -> None:
+        self.edges += 1
+
+        def arrive(gradients: tuple[torch.Tensor | None, ...], _: object) -> None:
+            self._arrive(gradients[position] if position < len(gradients) else None)
+
+        node.register_hook(arrive)
+
+    def _arrive(self, gradient: torch.Tensor | None) -> None:
+        if self.arrived == 0:
+            # Some edges may stay silent (autograd.grad of a part of the graph): what came is told at the end.
+            torch.autograd.Variable._execution_engine.queue_callback(self._tell)
+        self.arrived += 1
+        if gradient is not None:
+            with torch.no_grad():
+                self.total = gradient.detach() if self.total is None else self.total + gradient
+        if self.arrived == self.edges:
+            self._tell()
+
+    def _tell(self) -> None:
+        total, self.total, self.arrived = self.total, None, 0
+        if total is not None:
+            self.tell(total)
+
+
+def _attach(stack: ExitStack, watcher: _Watcher, module: torch.nn.Module, name: str, sides: frozenset[Side]) -> None:
+    before = _Enter(watcher, module, name, sides)
+    after = _Exit(watcher, module, name, sides)
+    stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+
+
+def _on_stack(frame: FrameType | None) -> bool:
+    """Tell whether the forward that `frame` began is still under way on this thread."""
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
