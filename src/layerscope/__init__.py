@@ -1,0 +1,80 @@
+"""Record what every layer of a model computes, in any runtime; find the layer where two runs part, and say why.
+
+    import layerscope as ls
+
+    with ls.record(model, "model.layers.*", to="runs/fp32") as rec:
+        model(**inputs)
+    run = ls.open_run("runs/fp32")
+    run.tensor("model.layers.3")
+
+Names resolve on first use, so that `import layerscope` and the command line's `--help` never import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LayerscopeError": "errors",
+    "Moment": "points",
+    "Point": "points",
+    "Recording": "recorder",
+    "Run": "store",
+    "Schedule": "schedules",
+    "Summary": "stats",
+    "Tap": "recorder",
+    "batches": "schedules",
+    "epochs": "schedules",
+    "every": "schedules",
+    "first": "schedules",
+    "open_run": "store",
+    "record": "recorder",
+    "recover": "store",
+    "steps": "schedules",
+    "summarize": "stats",
+    "when": "schedules",
+}
+
+__all__ = [
+    "LayerscopeError",
+    "Moment",
+    "Point",
+    "Recording",
+    "Run",
+    "Schedule",
+    "Summary",
+    "Tap",
+    "batches",
+    "epochs",
+    "every",
+    "first",
+    "open_run",
+    "record",
+    "recover",
+    "steps",
+    "summarize",
+    "when",
+]
+
+if TYPE_CHECKING:
+    from layerscope.errors import LayerscopeError
+    from layerscope.points import Moment, Point
+    from layerscope.recorder import Recording, Tap, record
+    from layerscope.schedules import Schedule, batches, epochs, every, first, steps, when
+    from layerscope.stats import Summary, summarize
+    from layerscope.store import Run, open_run, recover
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'layerscope' has no attribute {name!r}; it has {', '.join(__all__)}.")
+    value: object = getattr(import_module(f"layerscope.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
