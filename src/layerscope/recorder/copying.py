@@ -1,0 +1,185 @@
+"""Take a tensor's values before the model can change them.
+
+    copy = Arena().copy(tensor)               # in memory: a CPU tensor of its own
+    lease = Pool(budget).copy(tensor)         # on its way to disk: a buffer that comes back
+
+Copies run on one thread: with torch's intra-op threads on a busy machine the same copy was 24 times slower. Memory comes
+in huge pages, because the first touch of fresh 4 KiB pages costs five times the copy itself. What
+lies on an accelerator is `devices.py`'s.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from layerscope.errors import Unsupported
+from layerscope.recorder.devices import arriving
+
+__all__ = ["Arena", "Lease", "Pool", "dtype_name", "plain", "undisturbed"]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_HUGE_PAGE = 2 << 20
+_CHUNK = 32 << 20
+_SMALL = 256 << 10  # below this, ordinary allocation: a kept tensor must not hold a whole chunk
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name for a dtype without its prefix.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def plain(tensor: torch.Tensor) -> tuple[torch.Tensor, dict[str, str]]:
+    """Return a detached, dense, ordinary tensor with the same values, and what had to be said about it.
+
+    Lazy conjugation and negation are resolved. A distributed tensor gives this rank's shard, with its placements. What
+    has no dense values of its own is refused, with the way out.
+    """
+    note: dict[str, str] = {}
+    kind = type(tensor).__name__
+    if kind == "AsyncCollectiveTensor":
+        tensor = tensor.wait()  # type: ignore[attr-defined]
+    elif kind == "DTensor":
+        note = {"placements": str(tensor.placements), "whole_shape": str(list(tensor.shape))}  # type: ignore[attr-defined]
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
+    if tensor.is_meta or kind == "FakeTensor":
+        raise Unsupported(f"a {kind} on the meta device has no values; record a run with real tensors")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise Unsupported(f"a {layout} tensor is not stored; keep=lambda t: t.to_dense() (or a function of its own)")
+    if tensor.is_quantized:
+        raise Unsupported(f"a legacy {tensor.dtype} tensor is not stored; keep=lambda t: t.dequantize()")
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor, note
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hide our own tensor operations from the user's modes: a flop counter, a default device, inference mode."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    watched = torch._C._len_torch_dispatch_stack() > 0
+    overridden = torch._C._len_torch_function_stack() > 0
+    with (
+        _disable_current_modes() if watched else nullcontext(),
+        torch._C.DisableTorchFunction() if overridden else nullcontext(),
+        torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),
+        torch.no_grad(),
+    ):
+        yield
+
+
+class Arena:
+    """Memory for tensors that stay: chunks of huge pages, filled one copy after the other.
+
+    A chunk lives as long as any tensor in it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunk = np.empty(0, np.uint8)
+        self._at = 0
+
+    def copy(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Copy a plain tensor; the result is called for when it is needed, and may then wait for a device."""
+        if tensor.device.type != "cpu":
+            return arriving(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+        kept = _as_tensor(self._room(tensor.nbytes), tensor)
+        np.copyto(_bits(kept), _bits(tensor))
+        return lambda: kept
+
+    def _room(self, size: int) -> Bytes:
+        if size < _SMALL:
+            return np.empty(size, np.uint8)
+        with self._lock:
+            if self._at + size > len(self._chunk):
+                self._chunk, self._at = _huge(max(size, _CHUNK)), 0
+            start = self._at
+            self._at = -(-(start + size) // 64) * 64
+            return self._chunk[start : start + size]
+
+
+class Lease(NamedTuple):
+    """A copy on its way to disk: the bytes, when they have arrived, and the buffer's way back."""
+
+    data: Callable[[], Bytes]
+    release: Callable[[], None]
+
+
+class Pool:
+    """Buffers that are used again, up to `budget` bytes kept idle."""
+
+    def __init__(self, budget: int) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[int, bool], list[torch.Tensor]] = {}
+        self._room = budget
+
+    def copy(self, tensor: torch.Tensor) -> Lease:
+        """Copy a plain tensor into a buffer of the pool, contiguously."""
+        on_device = tensor.device.type != "cpu"
+        size = 1 << max(12, (tensor.nbytes - 1).bit_length())
+        buffer = self._take(size, pinned=on_device)
+        exact = buffer[: tensor.nbytes]
+        target = _as_tensor(exact.numpy(), tensor) if not on_device else exact.view(tensor.dtype).view(tensor.shape)
+        if on_device:
+            arrive = arriving(tensor, target)
+
+            def data() -> Bytes:
+                arrive()
+                return exact.numpy()
+
+            return Lease(data, lambda: self._give(size, buffer, pinned=True))
+        np.copyto(_bits(target), _bits(tensor))
+        return Lease(exact.numpy, lambda: self._give(size, buffer, pinned=False))
+
+    def _take(self, size: int, *, pinned: bool) -> torch.Tensor:
+        with self._lock:
+            idle = self._idle.get((size, pinned))
+            if idle:
+                self._room += size
+                return idle.pop()
+        if pinned:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.from_numpy(_huge(size) if size >= _SMALL else np.empty(size, np.uint8))
+
+    def _give(self, size: int, buffer: torch.Tensor, *, pinned: bool) -> None:
+        with self._lock:
+            if size <= self._room:
+                self._room -= size
+                self._idle.setdefault((size, pinned), []).append(buffer)
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """View a CPU tensor's values as words, whatever its dtype: numpy has no bfloat16."""
+    word = _WORDS.get(tensor.itemsize)
+    return tensor.numpy() if word is None else tensor.view(word).numpy()
+
+
+def _as_tensor(room: Bytes, like: torch.Tensor) -> torch.Tensor:
+    if not room.size:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    return torch.from_numpy(room).view(like.dtype).view(like.shape)
+
+
+def _huge(size: int) -> Bytes:
+    """Return fresh memory in huge pages where the system has them."""
+    whole = -(-max(size, 1) // _HUGE_PAGE) * _HUGE_PAGE
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, whole, **private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)[:size]

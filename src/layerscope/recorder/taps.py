@@ -1,0 +1,243 @@
+"""What the caller wants to see: taps, and the plan they make on a given model.
+
+Tap("model.layers.*", keep="summary", when=every(100))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from layerscope.errors import BadText
+from layerscope.patterns import Pattern, Place, op_name, select, select_op, split
+from layerscope.points import Leaf, Moment, Point, Side
+from layerscope.schedules import ALWAYS, Schedule
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Keep", "Level", "Plan", "Tap", "Wish", "plan", "taps_of"]
+
+Level = Literal["full", "moments"]
+Keep = Literal["tensor", "summary", "both"]
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Points, what to keep of them, and when.
+
+    `patterns` is one pattern or several; `keep` is `"tensor"`, `"summary"`, `"both"`, a function of a tensor, or None
+    for what `record` was told; `when` is a schedule or its text; `statistics="moments"` leaves out the quantile sketch
+    and the fingerprints, which is faster.
+    """
+
+    patterns: str | tuple[str, ...]
+    keep: Keep | Callable[[torch.Tensor], Any] | None = None
+    when: Schedule | str | None = None
+    alias: str | None = None
+    statistics: Level | None = None
+
+    def __post_init__(self) -> None:
+        patterns = (self.patterns,) if isinstance(self.patterns, str) else tuple(self.patterns)
+        if not patterns:
+            raise BadText("a tap without a pattern sees nothing; give it one, such as 'model.layers.*'.")
+        for pattern in patterns:
+            Pattern.parse(pattern)
+        if not (self.keep is None or callable(self.keep) or self.keep in ("tensor", "summary", "both")):
+            raise ValueError(
+                f"keep={self.keep!r} is not known; use 'tensor', 'summary', 'both' or a function of a tensor."
+            )
+        if self.statistics not in (None, "full", "moments"):
+            raise ValueError(f"statistics={self.statistics!r} is not known; use 'full' or 'moments'.")
+        object.__setattr__(self, "patterns", patterns)
+        if isinstance(self.when, str):
+            object.__setattr__(self, "when", Schedule.parse(self.when))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule as a value, whichever way it was given."""
+        assert not isinstance(self.when, str)
+        return ALWAYS if self.when is None else self.when
+
+    def __str__(self) -> str:
+        text = ", ".join(self.patterns)
+        extra = [f"as {self.alias}"] if self.alias else []
+        if self.keep is not None:
+            extra.append(f"keep {getattr(self.keep, '__name__', self.keep)}")
+        if self.schedule != ALWAYS:
+            extra.append(f"when {self.schedule}")
+        return f"{text} ({', '.join(extra)})" if extra else text
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is wanted of one point, over all taps that are due."""
+
+    tensor: bool = False
+    summary: bool = False
+    level: Level = "moments"
+    function: Callable[[torch.Tensor], Any] | None = None
+
+    def __or__(self, other: Wish) -> Wish:
+        return Wish(
+            self.tensor or other.tensor,
+            self.summary or other.summary,
+            "full" if "full" in (self.level, other.level) else "moments",
+            self.function or other.function,
+        )
+
+    def __bool__(self) -> bool:
+        return self.tensor or self.summary or self.function is not None
+
+
+@dataclass(slots=True)
+class Plan:
+    """Taps resolved against a model: which sides of which modules, which operations, and what is due when."""
+
+    taps: list[Tap]
+    points: list[list[Point]]  # of each tap; a leaf of () stands for every leaf
+    ops: list[tuple[Pattern, ...]]  # of each tap
+    default: Wish
+    when: Schedule | None = None  # for taps without a schedule of their own
+    _due: dict[tuple[bool, ...], dict[Point, Wish]] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> list[Point]:
+        """Every module point asked for, once, in order."""
+        return list(dict.fromkeys(point for points in self.points for point in points if not point.op))
+
+    @property
+    def sides(self) -> dict[str, set[Side]]:
+        """The sides to watch of each module."""
+        wanted: dict[str, set[Side]] = {}
+        for point in self.expected:
+            wanted.setdefault(point.name, set()).add(point.side)
+        return wanted
+
+    @property
+    def aliases(self) -> dict[str, list[str]]:
+        """What each alias stands for, in text; an operation under the pattern that asks for it."""
+        return {
+            tap.alias: [*map(str, points), *map(str, ops)]
+            for tap, points, ops in zip(self.taps, self.points, self.ops, strict=True)
+            if tap.alias is not None
+        }
+
+    def due(self, moment: Moment) -> tuple[bool, ...]:
+        """Tell for each tap whether its schedule says yes."""
+        schedules = (self.when if tap.when is None else tap.schedule for tap in self.taps)
+        return tuple(schedule is None or bool(schedule(moment)) for schedule in schedules)
+
+    def op_named(self, qualified: str) -> str | None:
+        """Return the name under which an operation that ran is recorded, None when no tap wants it."""
+        wanted = False
+        for points, patterns in zip(self.points, self.ops, strict=True):
+            found = select_op(patterns, qualified) if patterns else []
+            points += (point for point in found if point not in points)
+            wanted |= bool(found)
+        if wanted:
+            self._due.clear()
+        return op_name(qualified) if wanted else None
+
+    def wish(self, due: tuple[bool, ...], point: Point) -> Wish:
+        """Return what the taps that are due want of a point; the answer is remembered."""
+        known = self._due.setdefault(due, {})
+        wish = known.get(point)
+        if wish is None:
+            wish = known[point] = self._wish(due, point)
+        return wish
+
+    def _wish(self, due: tuple[bool, ...], point: Point) -> Wish:
+        wish = Wish()
+        for tap, points, on in zip(self.taps, self.points, due, strict=True):
+            if on and _among(point, points):
+                wish |= self._of(tap)
+        return wish
+
+    def _of(self, tap: Tap) -> Wish:
+        level = tap.statistics or self.default.level
+        if tap.keep is None:
+            return Wish(self.default.tensor, self.default.summary, level, self.default.function)
+        if callable(tap.keep):
+            return Wish(summary=self.default.summary, level=level, function=tap.keep)
+        return Wish(tap.keep in ("tensor", "both"), tap.keep in ("summary", "both"), level)
+
+
+def taps_of(taps: Any) -> list[Tap]:
+    """Read the forms in which `record` takes its taps: a pattern, a tap, a list of them, or alias -> pattern."""
+    if isinstance(taps, Tap):
+        return [taps]
+    if isinstance(taps, (str, Pattern)):
+        return [Tap(str(taps))]
+    if isinstance(taps, Mapping):
+        named = [_aliased(str(alias), wanted) for alias, wanted in taps.items()]
+        if not named:
+            raise BadText("the mapping of taps is empty; give alias -> pattern, such as {'last': 'model.layers.-1'}.")
+        return named
+    if isinstance(taps, Iterable):
+        items = list(taps)
+        plain = tuple(str(item) for item in items if not isinstance(item, Tap))
+        whole = [item for item in items if isinstance(item, Tap)]
+        if not items:
+            raise BadText("the list of taps is empty; give at least one pattern, such as 'model.layers.*'.")
+        return ([Tap(plain)] if plain else []) + whole
+    raise BadText(f"{taps!r} is not a tap; give a pattern, a list of them, a mapping alias -> pattern, or a Tap.")
+
+
+def plan(
+    taps: list[Tap],
+    places: Sequence[Place],
+    shared: Mapping[str, str],
+    *,
+    default: Wish,
+    when: Schedule | None = None,
+) -> Plan:
+    """Resolve taps against the places of a model; every pattern must match something.
+
+    Operations are only known once they run, so a pattern for operations is checked when the recording ends.
+    """
+    points: list[list[Point]] = []
+    ops: list[tuple[Pattern, ...]] = []
+    for tap in taps:
+        found = select(tap.patterns, places)
+        canonical = (Point(shared.get(p.name, p.name), p.side, p.leaf) for p in found)
+        points.append(list(dict.fromkeys(canonical)))
+        ops.append(split(tap.patterns).ops)
+    whole = Plan(taps, points, ops, default, when)
+    _refuse_conflicts(whole)
+    return whole
+
+
+def _aliased(alias: str, wanted: Any) -> Tap:
+    if isinstance(wanted, Tap):
+        return Tap(wanted.patterns, wanted.keep, wanted.when, alias, wanted.statistics)
+    return Tap(str(wanted) if isinstance(wanted, (str, Pattern)) else tuple(map(str, wanted)), alias=alias)
+
+
+def _refuse_conflicts(whole: Plan) -> None:
+    """Two taps may overlap; two functions of one point cannot both be its record."""
+    kept: dict[Point, Any] = {}
+    for tap, points in zip(whole.taps, whole.points, strict=True):
+        for point in points:
+            before = kept.setdefault(point, tap.keep)
+            if before is not tap.keep and before != tap.keep and (callable(before) or callable(tap.keep)):
+                raise BadText(
+                    f"two taps keep different things of {point}: {_what(before)} and {_what(tap.keep)}; "
+                    "exclude it from one of them with '!...'."
+                )
+
+
+def _what(keep: Any) -> str:
+    return getattr(keep, "__name__", None) or repr(keep)
+
+
+def _among(point: Point, points: list[Point]) -> bool:
+    return any(
+        p.name == point.name and p.side == point.side and p.op == point.op and _starts(point.leaf, p.leaf)
+        for p in points
+    )
+
+
+def _starts(leaf: Leaf, prefix: Leaf) -> bool:
+    return leaf[: len(prefix)] == prefix

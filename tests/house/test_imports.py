@@ -1,0 +1,88 @@
+"""What may be imported when: nothing heavy to look, nothing upwards, and every name where it is said to be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import layerscope
+
+SOURCE = Path(layerscope.__file__).parent
+MODULES = sorted(
+    ".".join(("layerscope", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+    for path in SOURCE.rglob("*.py")
+    if path.name != "__main__.py"
+)
+
+
+def modules_after(statement: str) -> set[str]:
+    """Return what a fresh interpreter has imported after a statement."""
+    code = f"import sys; {statement}; print(*sys.modules, sep='\\n')"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import layerscope",
+        "import layerscope.store, layerscope.stats, layerscope.patterns, layerscope.schedules, layerscope.report",
+        "import layerscope.cli",
+        "from layerscope import open_run, Summary, Point, every",
+    ],
+)
+def test_looking_imports_no_torch(statement):
+    heavy = {"torch", "numba", "transformers", "pandas", "safetensors.torch"}
+    assert not heavy & modules_after(statement)
+
+
+def test_the_check_for_torch_can_fail():
+    assert "torch" in modules_after("import layerscope.recorder")
+
+
+@pytest.mark.parametrize("name", layerscope.__all__)
+def test_every_public_name_resolves(name):
+    assert getattr(layerscope, name) is not None
+
+
+def test_the_public_names_are_those_the_type_checker_sees():
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == set(layerscope.__all__) == set(layerscope._HOME)
+
+
+def test_an_unknown_name_says_what_there_is():
+    with pytest.raises(AttributeError, match="it has LayerscopeError, Moment"):
+        _ = layerscope.recrod
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_is_for_and_what_it_offers(name):
+    path = SOURCE.joinpath(*name.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(file.read_text())
+    assert ast.get_docstring(tree), f"{name} opens with nothing"
+    exported = next(
+        (
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+        ),
+        None,
+    )
+    assert exported is not None, f"{name} has no __all__"
+    assert exported == sorted(exported, key=_like_ruff), f"{name}: __all__ is not sorted"
+
+
+def _like_ruff(name: str) -> tuple[int, str]:
+    """CONSTANTS, then Classes, then functions: the order ruff's RUF022 keeps."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+def test_there_are_no_drawer_files():
+    drawers = {"utils", "util", "common", "helpers", "helper", "misc", "const", "constants"}
+    assert not {path.stem for path in SOURCE.rglob("*.py")} & drawers

@@ -1,0 +1,116 @@
+"""A copy has the values of the moment it was taken, whatever the tensor looks like and whoever listens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asserts import assert_same_bits
+from layerscope.errors import Unsupported
+from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex64,
+    torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32,
+    torch.int64, torch.uint64,
+]  # fmt: skip
+
+
+def bits_of(dtype, *shape):
+    """A tensor of any dtype with every kind of bits in it."""
+    size = torch.empty((), dtype=torch.uint8).view(dtype).itemsize if dtype.itemsize == 1 else dtype.itemsize
+    count = int(torch.tensor(shape).prod()) if shape else 1
+    raw = (torch.arange(count * size) % 251).to(torch.uint8)
+    if dtype is torch.bool:
+        raw = raw % 2
+    return raw.view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (300, 1000)], ids=str)
+def test_copies_have_the_same_bits(dtype, shape):
+    tensor = bits_of(dtype, *shape)
+    kept = Arena().copy(tensor)()
+    lease = Pool(1 << 20).copy(tensor)
+    assert kept.dtype == dtype
+    assert kept.shape == tensor.shape
+    assert bytes(lease.data()) == bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+    if tensor.numel():
+        assert bytes(kept.reshape(-1).view(torch.uint8).numpy()) == bytes(lease.data())
+
+
+@pytest.mark.parametrize("make", [lambda t: t.T, lambda t: t[::2], lambda t: t[:, 1:2].expand(-1, 7), lambda t: t[1]])
+def test_strided_tensors_become_contiguous_with_the_same_values(make):
+    tensor = make(torch.randn(6, 8))
+    kept = Arena().copy(tensor)()
+    assert kept.is_contiguous()
+    assert_same_bits(kept, tensor.contiguous())
+
+
+def test_a_copy_does_not_follow_the_tensor():
+    tensor = torch.randn(200_000)
+    before = tensor.clone()
+    arena = Arena()
+    copies = [arena.copy(tensor)() for _ in range(3)]
+    tensor.zero_()
+    for copy in copies:
+        assert_same_bits(copy, before)
+    copies[0].fill_(7)
+    assert_same_bits(copies[1], before)
+
+
+def test_a_buffer_is_used_again_only_after_its_release():
+    pool = Pool(1 << 20)
+    first = pool.copy(torch.zeros(1000))
+    second = pool.copy(torch.ones(1000))
+    assert bytes(first.data()) == bytes(4000)
+    address = first.data().ctypes.data
+    first.release()
+    third = pool.copy(torch.full((900,), 2.0))
+    assert third.data().ctypes.data == address
+    assert bytes(second.data()) == bytes(torch.ones(1000).numpy())
+
+
+def test_lazy_views_are_resolved():
+    z = torch.tensor([1 - 2j, 3 + 4j])
+    values, _ = plain(z.conj())
+    assert Arena().copy(values)().tolist() == [1 + 2j, 3 - 4j]
+    values, _ = plain(torch._neg_view(torch.tensor([-1.0, -2.0])))
+    assert Arena().copy(values)().tolist() == [1.0, 2.0]
+
+
+def test_a_result_of_inference_mode_can_be_trained_on_afterwards():
+    with torch.inference_mode():
+        tensor = torch.ones(3)
+        with undisturbed():
+            kept = Arena().copy(plain(tensor)[0])()
+    assert not kept.is_inference()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "a sparse_coo tensor is not stored"),
+        (lambda: torch.empty(3, device="meta"), "has no values"),
+    ],
+)
+def test_what_has_no_dense_values_is_refused_with_the_way_out(make, reason):
+    with pytest.raises(Unsupported, match=reason):
+        plain(make())
+
+
+def test_the_users_modes_do_not_see_our_operations():
+    class Counter(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Counter.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(3)
+    with Counter(), torch.device("meta"), undisturbed():
+        kept = Arena().copy(plain(tensor)[0])()
+    assert Counter.seen == 0
+    assert kept.device.type == "cpu"

@@ -1,0 +1,110 @@
+"""Taps are read in every form the caller may write them, and resolved once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerscope.errors import BadText, NoSuchPoint
+from layerscope.patterns import Place
+from layerscope.points import Moment, Point
+from layerscope.recorder.taps import Tap, Wish, plan, taps_of
+from layerscope.schedules import every, first
+
+PLACES = [Place(""), Place("a", ("Linear",)), Place("b", ("ReLU",)), Place("c", ("Linear",))]
+DISK = Wish(tensor=True, summary=True, level="full")
+
+
+def planned(taps, *, default=DISK, shared=None, **options):
+    return plan(taps_of(taps), PLACES, shared or {}, default=default, **options)
+
+
+@pytest.mark.parametrize(
+    ("taps", "patterns"),
+    [
+        ("a", [("a",)]),
+        (["a", "b"], [("a", "b")]),
+        (("a", Tap("b", keep="summary")), [("a",), ("b",)]),
+        (Tap(("a", "!b")), [("a", "!b")]),
+        ({"first": "a", "rest": ["b", "c"], "tap": Tap("a:input")}, [("a",), ("b", "c"), ("a:input",)]),
+    ],
+)
+def test_every_form_of_taps_is_read(taps, patterns):
+    assert [tap.patterns for tap in taps_of(taps)] == patterns
+
+
+def test_aliases_stand_for_their_points():
+    assert planned({"first": "a", "both": ["a:input", "b"]}).aliases == {
+        "first": ["a:output"],
+        "both": ["a:input", "b:output"],
+    }
+
+
+@pytest.mark.parametrize("nothing", [[], {}, 7, None])
+def test_what_is_no_tap_is_refused(nothing):
+    with pytest.raises(BadText):
+        taps_of(nothing)
+
+
+def test_a_pattern_that_matches_nothing_raises_and_names_the_nearest():
+    with pytest.raises(NoSuchPoint, match=r"'d'"):
+        planned("d")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"keep": "tensors"}, {"statistics": "all"}, {"patterns": ()}, {"patterns": "a:sideways"}, {"when": "often"}],
+)
+def test_a_wrong_tap_is_refused_when_it_is_made(wrong):
+    with pytest.raises(ValueError, match=r"."):
+        Tap(**{"patterns": "a", **wrong})
+
+
+def test_a_shared_module_is_planned_under_its_first_name():
+    assert planned(["b", "c"], shared={"c": "b"}).expected == [Point("b")]
+
+
+def test_schedules_decide_what_is_due():
+    due = planned(["a", Tap("b", when=first(1)), Tap("c", when="every(2)")]).due
+    assert [due(Moment(step=s, batch=s)) for s in (0, 1, 2)] == [
+        (True, True, True), (True, False, False), (True, False, True),
+    ]  # fmt: skip
+
+
+def test_the_blocks_schedule_holds_for_taps_without_their_own():
+    due = planned(["a", Tap("b", when=every(1))], when=first(1)).due
+    assert due(Moment(step=5)) == (False, True)
+
+
+def test_two_taps_on_one_point_add_up():
+    both = planned([Tap("a", keep="tensor"), Tap("a", keep="summary", statistics="moments")])
+    assert both.wish((True, True), Point("a")) == Wish(tensor=True, summary=True, level="full")
+    assert both.wish((False, True), Point("a")) == Wish(summary=True, level="moments")
+    assert not both.wish((True, True), Point("b"))
+
+
+def test_a_leaf_wanted_means_what_lies_under_it():
+    wish = planned("a[1]").wish
+    assert not wish((True,), Point("a", leaf=(0,)))
+    assert wish((True,), Point("a", leaf=(1, "key")))
+
+
+def test_two_functions_of_one_point_are_refused():
+    with pytest.raises(BadText, match="two taps keep different things of a:output: mean and amax"):
+        planned([Tap("a", keep=torch.mean), Tap("a", keep=torch.amax)])
+    assert planned([Tap("a", keep=torch.mean), Tap("b", keep=torch.amax)])
+
+
+def test_operations_are_planned_when_they_run():
+    whole = planned(["a", Tap("op:aten.softmax:input")])
+    assert whole.op_named("aten.mm.default") is None
+    assert whole.op_named("aten._softmax.default") == "aten.softmax"
+    assert whole.wish((True, True), Point("aten.softmax", "input", (0,), op=True))
+    assert not whole.wish((True, True), Point("aten.softmax", "output", op=True))
+    assert whole.expected == [Point("a")]
+
+
+def test_a_tap_prints_what_it_says():
+    assert str(Tap(("a", "!b"), keep=torch.mean, when="every(10)", alias="means")) == (
+        "a, !b (as means, keep mean, when every(10))"
+    )
