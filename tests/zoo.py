@@ -148,7 +148,7 @@ def residual():
 
 @seeded
 def no_tensors():
-    return Holder(lambda m, x: x if m.teller(x) is None else x, teller=Holder(lambda m, x: None)), (torch.randn(2),)
+    return Holder(lambda m, x: (m.teller(x), x)[1], teller=Holder(lambda m, x: None)), (torch.randn(2),)
 
 
 def checkpointed(*, reentrant: bool):

@@ -317,7 +317,7 @@ def test_a_forked_child_does_not_record():
 
 
 def test_a_thousand_watches_leave_nothing():
-    model, (x,) = zoo.plain()
+    model, _ = zoo.plain()
     for _ in range(1000):
         with eager.watch(model, {"0": {"output"}, "2": {"input"}}, Seen()):
             pass
@@ -440,6 +440,14 @@ def test_operations_are_seen_inside_the_forward_with_the_module_they_ran_in():
     assert [m for m, _, _ in outputs] == [Moment(), Moment(call=1)]
     assert_same_bits(outputs[0][2], x.softmax(0))
     assert [note["within"] for note in sink.notes] == ["a", "a", "", ""]
+
+
+def test_a_name_that_cannot_be_made_does_not_reach_the_model():
+    model, (x,) = zoo.plain()
+    sink = Seen()
+    with eager.watch(model, {}, sink, ops=lambda name: 1 // 0):
+        model(x)
+    assert {type(error) for _, error in sink.failures} == {ZeroDivisionError}
 
 
 def test_our_own_operations_are_not_taken_for_the_models():

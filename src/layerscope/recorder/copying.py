@@ -3,9 +3,9 @@
     copy = Arena().copy(tensor)               # in memory: a CPU tensor of its own
     lease = Pool(budget).copy(tensor)         # on its way to disk: a buffer that comes back
 
-Copies run on one thread: with torch's intra-op threads on a busy machine the same copy was 24 times slower. Memory comes
-in huge pages, because the first touch of fresh 4 KiB pages costs five times the copy itself. What
-lies on an accelerator is `devices.py`'s.
+Copies run on one thread: with torch's intra-op threads on a busy machine the same copy was 24 times slower. Memory
+comes in huge pages, because the first touch of fresh 4 KiB pages costs five times the copy itself. What lies on an
+accelerator is `devices.py`'s.
 """
 
 from __future__ import annotations

@@ -6,43 +6,35 @@ with record(model, "model.layers.*", to="runs/fp32") as rec:
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import logging
 import os
-import platform
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 
 from layerscope import ranks
 from layerscope.errors import Incomplete, NothingRecorded
-from layerscope.patterns import op_name
 from layerscope.points import Moment, Point
+from layerscope.recorder.about import about
 from layerscope.recorder.clock import Clock
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 from layerscope.recorder.devices import Statistics
+from layerscope.recorder.ledger import Ledger
 from layerscope.recorder.taps import Keep, Level, Plan, Wish, plan, taps_of
 from layerscope.runtimes import eager, find
 from layerscope.runtimes.sink import Step
 from layerscope.schedules import Schedule
-from layerscope.stats import Summary, backend, fingerprint, summarize
-from layerscope.store import Blob, Completeness, Manifest, MemoryRun, Missing, Run, Writer, open_run
+from layerscope.stats import Summary, summarize
+from layerscope.store import Blob, Completeness, MemoryRun, Run, Writer, open_run
 
 __all__ = ["Recording", "record"]
 
-_log = logging.getLogger("layerscope")
 _BUDGET = 512 << 20
-_WEIGHTS = 8 << 30  # fingerprinting more than this at the start of a run would be felt
 
 
 def record(
@@ -55,6 +47,7 @@ def record(
     on_error: Literal["record", "raise"] = "record",
     append: bool = False,
     statistics: Level = "full",
+    name: str | None = None,
     mode: str | None = None,
     weights: bool | None = None,
     budget: int = _BUDGET,
@@ -65,23 +58,37 @@ def record(
     own. `keep` is `"tensor"` (the default in memory), `"both"` (the default on disk), `"summary"`, or a function of a
     tensor whose result is kept instead. `when` is a schedule (`every(100) | first(3)`, or its text). What cannot be
     recorded is listed under `missing` and the model's run goes on; `on_error="raise"` raises at the end of the block.
-    If forwards ran and no tap that was due saw anything, the end of the block always raises. `weights` asks for the
-    fingerprints of the model's parameters (by default for runs on disk of models up to 8 GiB); `budget` bounds the
-    bytes that wait for the disk.
+    If forwards ran and no tap that was due saw anything, the end of the block always raises. `name` and
+    `mode` are what the run says of its model. `weights` asks for the fingerprints of the model's parameters (by default
+    for runs on disk of models up to 8 GiB); `budget` bounds the bytes that wait for the disk.
     """
-    return Recording(
-        model,
-        taps,
-        to=to,
-        keep=keep,
-        when=when,
-        on_error=on_error,
-        append=append,
-        statistics=statistics,
-        mode=mode,
-        weights=weights,
-        budget=budget,
+    if on_error not in ("record", "raise"):
+        raise ValueError(f"on_error={on_error!r} is not known; use 'record' or 'raise'.")
+    if append and to is None:
+        raise ValueError("append=True needs `to=`: a recording in memory has nothing to append to.")
+    find(model)
+    planned = plan(
+        taps_of(taps),
+        eager.points(model),
+        eager.modules_of(model).shared,
+        default=_default(keep, statistics, on_disk=to is not None),
+        when=Schedule.parse(when) if isinstance(when, str) else when,
     )
+    settings = _Settings(to, on_error == "raise", append, statistics, name, mode, weights, budget)
+    return Recording(model, planned, settings)
+
+
+class _Settings(NamedTuple):
+    """What `record` was told, apart from the taps."""
+
+    to: str | os.PathLike[str] | None
+    strict: bool
+    append: bool
+    statistics: Level
+    name: str | None
+    mode: str | None
+    weights: bool | None
+    budget: int
 
 
 @dataclass(slots=True, eq=False)
@@ -110,49 +117,17 @@ class Recording:
     `rec.model` what to call. In memory, points that saw one and the same tensor share one copy of it.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        taps: Any,
-        *,
-        to: str | os.PathLike[str] | None,
-        keep: Keep | Callable[[torch.Tensor], Any] | None,
-        when: Schedule | str | None,
-        on_error: Literal["record", "raise"],
-        append: bool,
-        statistics: Level,
-        mode: str | None,
-        weights: bool | None,
-        budget: int,
-    ) -> None:
-        if on_error not in ("record", "raise"):
-            raise ValueError(f"on_error={on_error!r} is not known; use 'record' or 'raise'.")
-        if append and to is None:
-            raise ValueError("append=True needs `to=`: a recording in memory has nothing to append to.")
-        find(model)
+    def __init__(self, model: torch.nn.Module, plan: Plan, settings: _Settings) -> None:
         self.model = model
-        self.to = to
-        self._on_error = on_error
-        self._append = append
-        self._budget = budget
-        self._statistics = statistics
-        self._mode = mode
-        self._fingerprints = weights
-        self._modules = eager.modules_of(model)
-        self._plan = self._planned(taps, keep, when, statistics)
-        self._ops_seen: set[str] = set()
+        self.to = settings.to
+        self._settings = settings
+        self._plan = plan
+        self._ledger = Ledger()
         self._lock = threading.Lock()
-        self._recorded: Counter[Point] = Counter()
-        self._passed: set[Point] = set()  # seen, and not wanted
-        self._empty: dict[Point, str] = {}
-        self._failures: dict[Point, str] = {}
-        self._called: set[str] = set()
-        self._due_ever = [False] * len(self._plan.taps)
-        self._forwards = self._failed_forwards = self._repeats = 0
-        self._named: _Step | None = None
-        self._pending: list[Callable[[], None]] = []
+        self._step: _Step | None = None
+        self._pending: list[tuple[Point, Callable[[], None]]] = []
         self._arena = Arena()
-        self._pool = Pool(budget)
+        self._pool = Pool(settings.budget)
         self._devices = Statistics()
         self._clock = Clock()
         self._memory: MemoryRun | None = None
@@ -163,13 +138,23 @@ class Recording:
     # The block ----------------------------------------------------------------------------------
 
     def __enter__(self) -> Recording:
-        rank = ranks.rank()
-        manifest = self._manifest()
+        if self._memory is not None or self._writer is not None:
+            raise RuntimeError("a recording is entered once; call record() again for another one.")
+        settings, rank = self._settings, ranks.rank()
+        manifest = about(
+            self.model,
+            self._plan,
+            name=settings.name,
+            mode=settings.mode,
+            statistics=settings.statistics,
+            weights=settings.weights,
+            on_disk=self.to is not None,
+        )
         if self.to is None:
             self._memory = MemoryRun(manifest)
             self._clock = Clock(rank=rank)
         else:
-            self._writer = Writer(self.to, manifest, rank=rank, append=self._append, budget=self._budget)
+            self._writer = Writer(self.to, manifest, rank=rank, append=settings.append, budget=settings.budget)
             self._clock = Clock(rank=rank, step=self._writer.next_step)
         ops = self._op_named if any(self._plan.ops) else None
         try:
@@ -188,20 +173,21 @@ class Recording:
             done = self._finish()
         if error is not None:
             return
-        due = any(self._due_ever) or not self._plan.taps
-        if self._forwards and due and not self._recorded:
+        ledger = self._ledger
+        if ledger.any_due and not ledger.any_recorded:
             raise NothingRecorded(
-                f"{self._forwards} forward{'s' if self._forwards > 1 else ''} ran and no tap saw a tensor: "
+                f"{ledger.forwards} forward{'s' if ledger.forwards > 1 else ''} ran and no tap saw a tensor: "
                 f"{_listed(done.missing)}. `layerscope points MODEL` lists what can be tapped."
             )
-        if self._on_error == "raise" and (done.missing or done.dropped):
-            raise Incomplete(f"not everything asked for was recorded: {_listed([*done.missing, *done.dropped])}.")
+        if self._settings.strict and (done.missing or done.dropped):
+            lost = [*done.missing, *done.dropped]
+            raise Incomplete(f"not everything asked for was recorded: {_listed(lost)}.")
 
     def moment(self, *, epoch: int | None = None, step: int | None = None, batch: int | None = None) -> None:
         """Name the moment of the forwards to come.
 
-        With `epoch` alone, steps and batches go on counting by themselves. With `batch` or `step`, every forward belongs
-        to it until the next call of `moment`.
+        With `epoch` alone, steps and batches go on counting by themselves. With `batch` or `step`, every forward
+        belongs to it until the next call of `moment`.
         """
         self._clock.set(epoch=epoch, step=step, batch=batch)
 
@@ -231,24 +217,19 @@ class Recording:
         """Start a step, or go on with the one the caller has named."""
         moment = self._clock.begin()
         with self._lock:
-            self._forwards += 1
-            if self._named is not None and self._named.moment is moment:
-                return self._named
-            due = self._plan.due(moment)
-            for i, on in enumerate(due):
-                self._due_ever[i] |= on
-            step = _Step(moment, idle=not any(due), due=due)
-            self._named = step
-            return step
+            if self._step is None or self._step.moment is not moment:
+                due = self._plan.due(moment)
+                self._step = _Step(moment, idle=not any(due), due=due)
+            step = self._step
+        self._ledger.began(step.due)
+        return step
 
     def end(self, step: Step, *, failed: bool) -> None:
         """Forget the tensors of the step; they are the model's again."""
         assert isinstance(step, _Step)
         step.looks.clear()
         self._devices.fetch()
-        with self._lock:
-            self._called.update(step.calls)
-            self._failed_forwards += failed
+        self._ledger.ended(step.calls, failed=failed)
 
     def seen(
         self,
@@ -263,7 +244,7 @@ class Recording:
         assert isinstance(step, _Step)
         wish = self._plan.wish(step.due, point)
         if not wish:
-            self._passed.add(point)
+            self._ledger.passed(point)
             return
         when = step.moment
         moment = Moment(when.epoch, when.step, when.batch, call, when.rank)
@@ -278,20 +259,15 @@ class Recording:
 
     def empty(self, point: Point, *, because: str) -> None:
         """Remember why a side that was asked for has no record."""
-        self._empty.setdefault(point, because)
+        self._ledger.empty(point, because)
 
     def recomputed(self, name: str) -> None:
         """Count a repeated call."""
-        with self._lock:
-            self._repeats += 1
+        self._ledger.repeated()
 
     def failed(self, point: Point, error: Exception) -> None:
         """List a failure under `missing`, and say it once; the model's run goes on."""
-        with self._lock:
-            first = point not in self._failures
-            self._failures.setdefault(point, f"{type(error).__name__}: {error}")
-        if first:
-            _log.warning("%s is not recorded: %s: %s", point, type(error).__name__, error)
+        self._ledger.failed(point, error)
 
     # Keeping ------------------------------------------------------------------------------------
 
@@ -314,8 +290,7 @@ class Recording:
             self._write(point, moment, values, look, wish, whole)
         else:
             self._remember(point, moment, values, look, wish, whole)
-        with self._lock:
-            self._recorded[point] += 1
+        self._ledger.recorded(point)
 
     def _write(
         self, point: Point, moment: Moment, values: torch.Tensor, look: _Look, wish: Wish, note: dict[str, str]
@@ -341,7 +316,7 @@ class Recording:
             kept = None if copy is None else copy()
             run.add(point, moment, tensor=kept, summary=summary() if callable(summary) else summary, note=note)
 
-        self._pending.append(settle)
+        self._pending.append((point, settle))
 
     def _summary(self, look: _Look, values: torch.Tensor, wish: Wish) -> Summary | Callable[[], Summary] | None:
         """Return the statistics, taken once per tensor; on an accelerator they are only started here."""
@@ -356,8 +331,11 @@ class Recording:
         """Move what waits into the run in memory; copies from a device have then arrived."""
         with self._lock:
             pending, self._pending = self._pending, []
-        for settle in pending:
-            settle()
+        for point, settle in pending:
+            try:
+                settle()
+            except Exception as error:
+                self.failed(point, error)
 
     # The end ------------------------------------------------------------------------------------
 
@@ -367,116 +345,16 @@ class Recording:
             assert home is not None
             self._settle()
             self.completeness = home.close(
-                forwards=self._forwards,
+                forwards=self._ledger.forwards,
                 points=len(self._plan.expected) + sum(map(len, self._plan.ops)),
-                recomputed=self._repeats,
-                missing=self._missing(),
+                recomputed=self._ledger.recomputed,
+                missing=self._ledger.missing(self._plan, self.model),
             )
         return self.completeness
 
-    def _missing(self) -> list[Missing]:
-        fired = {(p.name, p.side, p.leaf[:n]) for p in self._recorded for n in range(len(p.leaf) + 1) if not p.op}
-        missing = [
-            Missing(str(p), self._reason(p)) for p in self._plan.expected if (p.name, p.side, p.leaf) not in fired
-        ]
-        missing += [
-            Missing(str(p), reason) for p, reason in self._failures.items() if (p.name, p.side, p.leaf) in fired
-        ]
-        for ops in self._plan.ops:
-            for pattern in ops:
-                if not any(pattern.matches_op(op) for op in self._ops_seen):
-                    missing.append(Missing(str(pattern), self._no_such_op(str(pattern))))
-        return missing
-
-    def _reason(self, point: Point) -> str:
-        for failed, reason in self._failures.items():
-            if (failed.name, failed.side) == (point.name, point.side):
-                return reason
-        if not self._forwards:
-            return "no forward ran while recording"
-        taps = [i for i, points in enumerate(self._plan.points) if point in points]
-        if not any(self._due_ever[i] for i in taps):
-            return f"its schedule was never due in {self._forwards} forwards"
-        if point.name not in self._called:
-            return eager.why_silent(self.model, point.name)
-        if point.side.startswith("grad"):
-            return "no gradient arrived: no backward pass reached it while recording"
-        empty = self._empty.get(Point(point.name, point.side))
-        if empty is not None:
-            return empty
-        if point.leaf:
-            seen = self._passed | self._recorded.keys()
-            there = sorted(str(p) for p in seen if (p.name, p.side) == (point.name, point.side))
-            return f"it has no such leaf; there is {', '.join(there) or 'none'}"
-        return "its forward did not finish"
-
-    def _no_such_op(self, pattern: str) -> str:
-        names = sorted({op_name(op) for op in self._ops_seen})
-        near = difflib.get_close_matches(pattern.removeprefix("op:"), names, n=3, cutoff=0.3)
-        ran = f"; nearest of the {len(names)} that did: {', '.join(near)}" if near else ""
-        return f"no such operation ran in the forward{ran}"
-
-    # The beginning ------------------------------------------------------------------------------
-
-    def _planned(self, taps: Any, keep: Any, when: Schedule | str | None, statistics: Level) -> Plan:
-        wanted = taps_of(taps)
-        schedule = Schedule.parse(when) if isinstance(when, str) else when
-        return plan(
-            wanted,
-            eager.points(self.model),
-            self._modules.shared,
-            default=_default(keep, statistics, on_disk=self.to is not None),
-            when=schedule,
-        )
-
     def _op_named(self, qualified: str) -> str | None:
-        self._ops_seen.add(qualified)
+        self._ledger.ran(qualified)
         return self._plan.op_named(qualified)
-
-    def _manifest(self) -> Manifest:
-        model = self.model
-        parameters = list(model.parameters())
-        weights, why_not = self._weights()
-        kind = type(model)
-        settings: dict[str, Any] = {"statistics": self._statistics, "kernels": backend()}
-        if why_not:
-            settings["weights"] = why_not
-        return Manifest(
-            model={
-                "class": f"{kind.__module__}.{kind.__qualname__}",
-                "parameters": sum(p.numel() for p in parameters),
-            },
-            mode=self._mode,
-            runtime="eager",
-            versions={
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-            },
-            device=str(parameters[0].device) if parameters else "cpu",
-            seed=torch.initial_seed(),
-            weights=weights,
-            taps=[str(tap) for tap in self._plan.taps],
-            aliases=self._plan.aliases,
-            shared=dict(self._modules.shared),
-            settings=settings,
-            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
-
-    def _weights(self) -> tuple[dict[str, str], str | None]:
-        """Fingerprint each module's own parameters and buffers, so that runs can tell whose weights differ."""
-        if self._fingerprints is False or (self._fingerprints is None and self.to is None):
-            return {}, "not asked for"
-        size = sum(t.nbytes for t in self.model.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor))
-        if self._fingerprints is None and size > _WEIGHTS:
-            return {}, f"not fingerprinted: {size >> 30} GiB of parameters; ask with weights=True"
-        found: dict[str, str] = {}
-        with undisturbed():
-            for name, module in self._modules.by_name.items():
-                own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-                if own:
-                    found[name] = _fingerprint(own)
-        return found, None
 
 
 def _default(keep: Any, statistics: Level, *, on_disk: bool) -> Wish:
@@ -515,14 +393,6 @@ def _look(step: _Step, tensor: torch.Tensor) -> _Look:
 
 def _as_result(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-
-
-def _fingerprint(own: list[tuple[str, torch.Tensor]]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in own:
-        values, _ = plain(tensor)
-        digest.update(f"{name}={fingerprint(values.cpu())};".encode())
-    return digest.hexdigest()
 
 
 def _listed(problems: list[Any]) -> str:

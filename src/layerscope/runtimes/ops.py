@@ -54,7 +54,11 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _named(self, func: Any) -> str | None:
         if func not in self._names:
-            self._names[func] = self._name_for(str(func))
+            self._names[func] = None
+            try:
+                self._names[func] = self._name_for(str(func))
+            except Exception as error:
+                self._sink.failed(Point(str(func), op=True), error)
         return self._names[func]
 
     def _look(self, point: Point, found: Any, index: int, note: Mapping[str, str], value: object) -> None:

@@ -85,8 +85,9 @@ class Seen:
 
     def begin(self) -> Step:
         """Number the steps in the order they begin."""
-        step = Step(Moment(step=self.begun, batch=self.begun))
-        self.begun += 1
+        with _counting:
+            step = Step(Moment(step=self.begun, batch=self.begun))
+            self.begun += 1
         return step
 
     def end(self, step: Step, *, failed: bool) -> None:

@@ -1,0 +1,128 @@
+"""What happened to everything that was asked for: the account that completeness is stated from.
+
+ledger.recorded(point)                # it has a record
+ledger.missing(plan, model)           # what has none, and why
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import threading
+
+import torch
+
+from layerscope.patterns import op_name
+from layerscope.points import Point
+from layerscope.recorder.taps import Plan
+from layerscope.runtimes import eager
+from layerscope.store import Missing
+
+__all__ = ["Ledger"]
+
+_log = logging.getLogger("layerscope")
+
+
+class Ledger:
+    """Counts, kept while the model runs; every method is quick and may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.failed_forwards = 0
+        self.recomputed = 0
+        self._lock = threading.Lock()
+        self._points: set[Point] = set()
+        self._passed: set[Point] = set()
+        self._empty: dict[Point, str] = {}
+        self._failures: dict[Point, str] = {}
+        self._called: set[str] = set()
+        self._due: set[int] = set()
+        self._ops: set[str] = set()
+
+    @property
+    def any_recorded(self) -> bool:
+        """Whether there is a single record."""
+        return bool(self._points)
+
+    @property
+    def any_due(self) -> bool:
+        """Whether any tap's schedule ever said yes."""
+        return bool(self._due)
+
+    def began(self, due: tuple[bool, ...]) -> None:
+        """Count a forward, and the taps that were due in it."""
+        with self._lock:
+            self.forwards += 1
+            self._due.update(tap for tap, on in enumerate(due) if on)
+
+    def ended(self, called: dict[str, int], *, failed: bool) -> None:
+        """Take down which modules a forward called."""
+        with self._lock:
+            self._called.update(called)
+            self.failed_forwards += failed
+
+    def repeated(self) -> None:
+        """Count a call that activation checkpointing repeated."""
+        with self._lock:
+            self.recomputed += 1
+
+    def recorded(self, point: Point) -> None:
+        """Take down that a point has a record."""
+        self._points.add(point)
+
+    def passed(self, point: Point) -> None:
+        """Take down that a point was seen, and not wanted."""
+        self._passed.add(point)
+
+    def ran(self, op: str) -> None:
+        """Take down that an operation ran."""
+        self._ops.add(op)
+
+    def empty(self, point: Point, because: str) -> None:
+        """Take down why a side that ran has no record."""
+        self._empty.setdefault(point, because)
+
+    def failed(self, point: Point, error: Exception) -> None:
+        """Take down that looking at a point raised, and say it the first time."""
+        with self._lock:
+            first = point not in self._failures
+            self._failures.setdefault(point, f"{type(error).__name__}: {error}")
+        if first:
+            _log.warning("%s is not recorded: %s: %s", point, type(error).__name__, error)
+
+    def missing(self, plan: Plan, model: torch.nn.Module) -> list[Missing]:
+        """Return every point asked for that has no record, or lost some, with the reason."""
+        fired = {(p.name, p.side, p.leaf[:n]) for p in self._points for n in range(len(p.leaf) + 1) if not p.op}
+        silent = [p for p in plan.expected if (p.name, p.side, p.leaf) not in fired]
+        missing = [Missing(str(p), self._reason(p, plan, model)) for p in silent]
+        known = {(p.name, p.side) for p in silent}
+        missing += [Missing(str(p), why) for p, why in self._failures.items() if (p.name, p.side) not in known]
+        wanted = (pattern for patterns in plan.ops for pattern in patterns if not pattern.exclude)
+        never = [pattern for pattern in wanted if not any(map(pattern.matches_op, self._ops))]
+        return missing + [Missing(str(pattern), self._no_such_op(str(pattern))) for pattern in never]
+
+    def _reason(self, point: Point, plan: Plan, model: torch.nn.Module) -> str:
+        for failed, reason in self._failures.items():
+            if (failed.name, failed.side) == (point.name, point.side):
+                return reason
+        if not self.forwards:
+            return "no forward ran while recording"
+        if not any(point in points for tap, points in enumerate(plan.points) if tap in self._due):
+            return f"its schedule was never due in {self.forwards} forwards"
+        if point.name not in self._called:
+            return eager.why_silent(model, point.name)
+        if point.side.startswith("grad"):
+            return "no gradient arrived: no backward pass reached it while recording"
+        if Point(point.name, point.side) in self._empty:
+            return self._empty[Point(point.name, point.side)]
+        if point.leaf:
+            seen = self._passed | self._points
+            there = sorted(str(p) for p in seen if (p.name, p.side) == (point.name, point.side))
+            return f"it has no such leaf; there is {', '.join(there) or 'none'}"
+        return "its forward did not finish"
+
+    def _no_such_op(self, pattern: str) -> str:
+        names = sorted(set(map(op_name, self._ops)))
+        near = difflib.get_close_matches(pattern.removeprefix("op:"), names, n=3, cutoff=0.3)
+        ran = f"; nearest of the {len(names)} that did: {', '.join(near)}" if near else ""
+        return f"no such operation ran in the forward{ran}"
