@@ -1,0 +1,62 @@
+"""A document as strict JSON: what has a key stands under it, what is read stands under `sentences`.
+
+{"title": ..., "sentences": [{"text": ..., "tone": ...}], "points": [{"point": ..., "mean": ...}]}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TypeAlias
+
+from layerscope.report.parts import Document, Facts, Heading, Notes, Profile, Sentence, Table, Value
+
+__all__ = ["JSON", "SUFFIX", "render", "strict"]
+
+SUFFIX = ".json"
+JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
+
+
+def render(document: Document) -> str:
+    """Write the document as one JSON object.
+
+    Everything outside ASCII is escaped: the text reads back the same, and no name can steer the terminal it
+    is printed on.
+    """
+    sentences: list[JSON] = []
+    page: dict[str, JSON] = {"title": document.title, "sentences": sentences}
+    for part in document.parts:
+        match part:
+            case Sentence():
+                sentences.append(_sentence(part))
+            case Notes():
+                page[part.key] = [_sentence(s) for s in part.items]
+            case Facts():
+                page[part.key] = {fact.label: strict(fact.value) for fact in part.items if fact.audience != "page"}
+            case Table():
+                kept = [(i, c.key) for i, c in enumerate(part.columns) if c.audience != "page"]
+                rows = page.setdefault(part.key, [])
+                assert isinstance(rows, list)  # a document has no second part of another kind under this key
+                rows += [{key: strict(row[i].value) for i, key in kept} for row in part.rows]
+            case Profile():
+                page[part.key] = {"labels": list(part.labels), "values": [strict(v) for v in part.values]}
+            case Heading():
+                pass  # it names what follows; the keys do that here
+    return json.dumps(page, indent=1, allow_nan=False) + "\n"
+
+
+def strict(value: Value) -> JSON:
+    """Return the value with non-finite numbers as named strings, because JSON has none.
+
+    >>> strict([1.0, float("nan"), float("-inf")])
+    [1.0, 'NaN', '-Infinity']
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return [strict(v) for v in value]
+
+
+def _sentence(sentence: Sentence) -> JSON:
+    return {"text": sentence.text, "tone": sentence.tone}

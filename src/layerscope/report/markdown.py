@@ -1,0 +1,122 @@
+"""A document as Markdown (GitHub's dialect, for its tables); nothing is shortened or left out for width.
+
+Path("report.md").write_text(markdown.render(document))
+"""
+
+from __future__ import annotations
+
+import re
+
+from layerscope.report.parts import (
+    Cell,
+    Column,
+    Document,
+    Facts,
+    Heading,
+    Kind,
+    Notes,
+    Profile,
+    Sentence,
+    Table,
+)
+from layerscope.report.writing import bar, number, printable, shares, spark, write
+
+__all__ = ["SUFFIX", "render"]
+
+SUFFIX = ".md"
+BAR_WIDTH = 12
+SPARK_WIDTH = 60
+
+_SIGNS = {"plain": "", "quiet": "", "good": "✓ ", "warn": "⚠ ", "bad": "✗ "}
+_RIGHT = ("count", "number", "percent", "bytes")
+
+
+def render(document: Document) -> str:
+    """Write the document as Markdown that shows every name as it is."""
+    blocks = [f"# {_text(document.title)}"]
+    for part in document.parts:
+        match part:
+            case Heading():
+                blocks.append(f"## {_text(part.text)}")
+            case Sentence():
+                blocks.append(_sentence(part))
+            case Notes():
+                blocks.append("\n".join(f"- {_sentence(s)}" for s in part.shown))
+            case Facts():
+                facts = (
+                    (f.label, _written(write(f.value, f.kind), f.kind)) for f in part.items if f.audience != "data"
+                )
+                blocks.append("\n".join(f"- **{_text(label)}**: {written}" for label, written in facts))
+            case Table():
+                blocks.append(_table(part))
+            case Profile():
+                blocks.append(_profile(part))
+    return "\n\n".join(b for b in blocks if b) + "\n"
+
+
+def _sentence(sentence: Sentence) -> str:
+    # A line may start like a list, a rule or a number of one.
+    return _SIGNS[sentence.tone] + re.sub(r"^(\d*)([-+=.)])", r"\1\\\2", _text(sentence.text))
+
+
+def _written(text: str, kind: Kind) -> str:
+    return _code(text) if kind == "name" else _text(text)
+
+
+def _table(table: Table) -> str:
+    shown = [(i, c) for i, c in enumerate(table.columns) if c.audience != "data"]
+    lines = [
+        "| " + " | ".join(_text(c.title) for _, c in shown) + " |",
+        "| " + " | ".join("---:" if c.kind in _RIGHT else "---" for _, c in shown) + " |",
+    ]
+    rows = table.rows[: table.most]
+    written = {i: _column(c, [row[i] for row in rows]) for i, c in shown}
+    for at in range(len(rows)):
+        lines.append("| " + " | ".join(written[i][at] for i, _ in shown) + " |")
+    return "\n".join(lines) + (f"\n\nand {table.left_over:,} more" if table.left_over else "")
+
+
+def _column(column: Column, cells: list[Cell]) -> list[str]:
+    if column.kind == "bar":
+        values = [float(c.value) if isinstance(c.value, int | float) else float("nan") for c in cells]
+        return [
+            bar(s, BAR_WIDTH) or _text(write(c.value))
+            for s, c in zip(shares(values, log=column.log), cells, strict=True)
+        ]
+    return [_cell(column, c) for c in cells]
+
+
+def _cell(column: Column, cell: Cell) -> str:
+    written = printable(cell.text) if cell.text is not None else write(cell.value, column.kind)
+    body = _written(written, column.kind)
+    if cell.tone in ("bad", "warn"):
+        body = f"**{body}**"
+    return "&emsp;" * (cell.depth or 0) + body
+
+
+def _profile(profile: Profile) -> str:
+    line = f"**{_text(profile.title)}**"
+    if not profile.values:
+        return line
+    return (
+        f"{line} {_code(spark(profile.values, SPARK_WIDTH))} from {number(profile.values[0])} "
+        f"({_text(profile.labels[0])}) to {number(profile.values[-1])} ({_text(profile.labels[-1])})"
+    )
+
+
+def _text(text: str) -> str:
+    """Escape what Markdown or HTML would read as more than text.
+
+    Underscores within words are left alone: GitHub leaves them too, and names are full of them. Pipes are
+    entities because readers disagree on what a backslash before one means in a table.
+    """
+    text = re.sub(r"[\\`*\[\]~$#@]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", printable(text).replace("&", "&amp;"))
+    for char, entity in (("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("://", "&#58;//")):
+        text = text.replace(char, entity)
+    return text
+
+
+def _code(text: str) -> str:
+    """Quote a name so that Markdown shows it unchanged; one with a pipe or a backtick is escaped instead."""
+    text = printable(text)
+    return _text(text) if {"|", "`"} & set(text) or not text.strip() else f"`{text}`"

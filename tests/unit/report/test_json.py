@@ -1,0 +1,68 @@
+"""Documents as strict JSON; the oracle is the standard library's parser."""
+
+import json
+import math
+
+import pytest
+
+from layerscope.report import Cell, Column, Document, Fact, Facts, Heading, Notes, Profile, Sentence, Table
+from layerscope.report.json import render
+
+HOSTILE = "a\x1b[2J\n</script>\u202e\ud800|`层"
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def read(document: Document) -> dict:
+    return json.loads(render(document), parse_constant=refuse)
+
+
+def test_every_part_with_a_key_is_found_under_it_with_its_bare_values():
+    columns = [
+        Column("point", "point", "name"),
+        Column("mean", "the mean", "number"),
+        Column("b", "", "bar", audience="page"),
+    ]
+    page = read(
+        Document(
+            "runs/x",
+            (
+                Heading("outputs"),
+                Sentence("complete", "good"),
+                Facts("run", (Fact("seed", 0), Fact("model", "m"))),
+                Notes("missing", tuple(Sentence(str(i), "warn") for i in range(30))),
+                Table.of("points", columns, [("a", 0.1234567891, 1.0), (Cell("b", text="shown"), 2, 2.0)]),
+                Profile("loss", "loss", ("0", "1"), (1.5, 0.5)),
+            ),
+        )
+    )
+    assert page["title"] == "runs/x"
+    assert page["sentences"] == [{"text": "complete", "tone": "good"}]
+    assert page["run"] == {"seed": 0, "model": "m"}
+    assert len(page["missing"]) == 30
+    assert page["points"] == [{"point": "a", "mean": 0.1234567891}, {"point": "b", "mean": 2}]
+    assert page["loss"] == {"labels": ["0", "1"], "values": [1.5, 0.5]}
+
+
+def test_tables_of_one_key_are_one_list():
+    one, two = (Table.of("points", [Column("a", "a")], [(i,)]) for i in (1, 2))
+    assert read(Document("t", (one, Heading("more"), two)))["points"] == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(("value", "named"), [(math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity")])
+def test_what_json_has_no_number_for_is_a_named_string_wherever_it_stands(value, named):
+    table = Table.of("t", [Column("a", "a", audience="data")], [(Cell([value, [value]]),)])
+    page = read(Document("d", (table, Facts("f", (Fact("x", value),)), Profile("p", "p", ("",), (value,)))))
+    assert page["t"] == [{"a": [named, [named]]}]
+    assert page["f"] == {"x": named}
+    assert page["p"]["values"] == [named]
+
+
+def test_hostile_text_reads_back_unchanged_and_is_ascii_on_the_way():
+    document = Document(HOSTILE, (Facts("f", (Fact(HOSTILE, HOSTILE),)),))
+    text = render(document)
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert json.loads(text) == {"title": HOSTILE, "sentences": [], "f": {HOSTILE: HOSTILE}}

@@ -1,0 +1,104 @@
+"""Documents as Markdown; the oracle is markdown-it, an independent reader of it."""
+
+from itertools import pairwise
+
+import pytest
+from markdown_it import MarkdownIt
+
+from layerscope.report import Cell, Column, Document, Fact, Facts, Heading, Notes, Profile, Sentence, Table
+from layerscope.report.markdown import render
+from layerscope.report.writing import printable
+
+HOSTILE = [
+    "a|b",
+    r"a\|b",
+    r"a\\|b\\",
+    "`code`",
+    "``a` |`",
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "[bold]x[/bold](http://evil)",
+    "*star* _under_ __dunder__ self_attn_q",
+    "&amp; &lt;",
+    "# not a title",
+    "- not a list",
+    "1. not a list",
+    "+ 2) = -",
+    "> no quote",
+    "~~gone~~ $x$",
+    "a\nb\r\n| c |",
+    "evil\x1b[2J\x07",
+    " padded ",
+    "层.注意力 🙂",
+    "x" * 300,
+]
+
+
+def tokens(text: str) -> list:
+    found = []
+    for token in MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(text):
+        found.append(token)
+        found.extend(token.children or [])
+    return found
+
+
+def cells(text: str) -> list[str]:
+    """The table cells as a reader would see them."""
+    parsed = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(text)
+    inside = [t for before, t in pairwise(parsed) if before.type in ("td_open", "th_open")]
+    for token in inside:
+        assert {c.type for c in token.children or []} <= {"text", "code_inline", "text_special"}, token.children
+    return ["".join(c.content for c in token.children or []) for token in inside]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("kind", ["name", "text"])
+def test_a_table_shows_every_name_as_it_is(name, kind):
+    table = Table.of("t", [Column("a", "a", kind), Column("b", "b", "count")], [(name, 1), ("plain", 2)])
+    shown = cells(render(Document("t", (table,))))
+    assert [s.strip() for s in shown] == ["a", "b", printable(name).strip(), "1", "plain", "2"]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_titles_sentences_and_facts_are_text_and_nothing_else(text):
+    document = Document(
+        text, (Heading(text), Sentence(text), Notes("n", (Sentence(text),)), Facts("f", (Fact(text, text),)))
+    )
+    found = tokens(render(document))
+    assert {t.type for t in found if t.type.startswith(("html", "link", "image", "fence", "code_block", "hr"))} == set()
+    assert [t.tag for t in found if t.type == "heading_open"] == ["h1", "h2"]
+    assert sum(t.type == "bullet_list_open" for t in found) in (1, 2)
+    assert sum(t.type == "ordered_list_open" for t in found) == 0
+    paragraphs = [t for before, t in pairwise(found) if before.type == "paragraph_open"]
+    read = ["".join(c.content for c in p.children or []) for p in paragraphs]
+    assert read[0].strip() == printable(text).strip()
+
+
+def test_nothing_is_shortened_or_left_out():
+    name = "model." + "x" * 400
+    table = Table.of(
+        "t",
+        [Column("a", "a", "name"), *(Column(str(i), str(i), "number", rank=i) for i in range(30))],
+        [(name, *range(30))],
+    )
+    page = render(Document("t", (table,)))
+    assert name in page
+    assert "| 29 |" in page
+
+
+def test_data_columns_stay_out_and_bars_are_drawn():
+    columns = [Column("a", "a", audience="data"), Column("b", "size", "bar", audience="page")]
+    assert cells(render(Document("t", (Table.of("t", columns, [(7, 1.0), (7, 2.0)]),)))) == ["size", "█" * 6, "█" * 12]
+
+
+def test_tones_have_signs_and_bad_cells_stand_out():
+    table = Table.of("t", [Column("a", "a", "number")], [(Cell(float("nan"), "bad"),)])
+    page = render(Document("t", (Sentence("fine", "good"), Sentence("broken", "bad"), table)))
+    assert "✓ fine" in page
+    assert "✗ broken" in page
+    assert "**nan**" in page
+
+
+def test_a_profile_names_both_its_ends():
+    page = render(Document("t", (Profile("loss", "loss", ("step 0", "step 9"), (2.0, 1.0)),)))
+    assert "`█▁` from 2.000 (step 0) to 1.000 (step 9)" in page
