@@ -1,0 +1,176 @@
+"""A Hugging Face checkpoint in a local folder, without network, pickle or remote code.
+
+load_checkpoint(Path("checkpoints/llama"))
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from layerscope.errors import BadModel, MissingExtra
+from layerscope.models.inputs import bytes_as_ids
+
+__all__ = ["Checkpoint", "is_checkpoint", "load_checkpoint"]
+
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
+
+
+class Checkpoint(NamedTuple):
+    """A model, and how it reads a prompt."""
+
+    model: Any
+    folder: Path
+
+    def encode(self, prompt: str) -> dict[str, Any]:
+        """Return the prompt as keyword arguments: by the folder's tokenizer, or as bytes without one."""
+        main = getattr(self.model, "main_input_name", "input_ids")
+        if main != "input_ids":
+            raise BadModel(f"{str(self.folder)!r} takes {main}, not text; give --inputs.")
+        inputs = self._tokens(prompt)
+        accepted = inspect.signature(self.model.forward).parameters
+        inputs = {name: tensor for name, tensor in inputs.items() if name in accepted}
+        config = self.model.config
+        if getattr(config, "is_encoder_decoder", False):
+            start = getattr(config, "decoder_start_token_id", None) or 0
+            inputs["decoder_input_ids"] = inputs["input_ids"].new_full((1, 1), start)
+        return inputs
+
+    def _tokens(self, prompt: str) -> dict[str, Any]:
+        config = self.model.config
+        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        vocabulary = int(getattr(text_config, "vocab_size", 256))
+        if not any((self.folder / name).is_file() for name in _TOKENIZERS):
+            return {"input_ids": bytes_as_ids(prompt, vocabulary=vocabulary)}
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            raise _refused(self.folder, "the tokenizer cannot be read", error) from error
+        tokens = dict(tokenizer(prompt, return_tensors="pt"))
+        if not tokens["input_ids"].numel():
+            raise BadModel(f"--prompt {prompt!r} has no tokens in {str(self.folder)!r}; give a longer one.")
+        return tokens
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Tell whether the folder has the configuration of a Hugging Face model."""
+    try:
+        return (folder / "config.json").is_file()
+    except (OSError, ValueError):  # a name too long, or with a NUL in it
+        return False
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Load the model with every weight from its safetensors files, or say what stands in the way.
+
+    Weights that are missing are an error: transformers would draw them at random, and a recording of those
+    would look like one of the model.
+    """
+    config = _config(folder)
+    _refuse_without_weights(folder)
+    if "auto_map" in config:
+        raise BadModel(
+            f"{str(folder)!r} needs the Python code in its own folder (auto_map), which layerscope does not "
+            "run; load it yourself in a file.py:function that returns the model."
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra(
+            f"{str(folder)!r} is a Hugging Face checkpoint, and transformers is not installed: "
+            "pip install layerscope[hf]"
+        ) from error
+    kind = _class_of(config, folder, transformers)
+    with _quiet(transformers):
+        try:
+            model, info = kind.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype="auto",
+                output_loading_info=True,
+            )
+        except Exception as error:
+            raise _refused(folder, f"transformers {transformers.__version__} cannot load it", error) from error
+    missing = sorted(info.get("missing_keys") or ())
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise BadModel(
+            f"{str(folder)!r} lacks the weights {', '.join(missing[:3])}{more} of {type(model).__name__}; "
+            "weights drawn at random would mislead. If that is meant, load it yourself in a file.py:function."
+        )
+    return Checkpoint(model.eval(), folder)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except ValueError as error:
+        raise BadModel(f"{str(folder / 'config.json')!r} is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise BadModel(f"{str(folder / 'config.json')!r} is not a JSON object.")
+    return config
+
+
+def _class_of(config: dict[str, Any], folder: Path, transformers: Any) -> Any:
+    names = config.get("architectures") or ["AutoModel"]
+    name = names[0] if isinstance(names, list) else names
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if found is transformers.AutoModel:
+        return found
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise BadModel(
+            f"{str(folder)!r} has the architecture {name!r}, which transformers {transformers.__version__} "
+            "does not know; install one that does, or load it yourself in a file.py:function."
+        )
+    return found
+
+
+def _refuse_without_weights(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    pickled = sorted(p.name for pattern in _PICKLED for p in folder.glob(pattern))
+    if pickled:
+        raise BadModel(
+            f"{str(folder)!r} has its weights only in {pickled[0]}, which could run code when it is loaded; "
+            "save them as safetensors (model.save_pretrained(folder))."
+        )
+    raise BadModel(
+        f"{str(folder)!r} has a config.json and no weights; put model.safetensors beside it "
+        "(model.save_pretrained(folder))."
+    )
+
+
+def _refused(folder: Path, what: str, error: Exception) -> BadModel:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return BadModel(f"{str(folder)!r}: {what}: {lines[0].rstrip('.')} (LAYERSCOPE_TRACEBACK=1 shows where).")
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Keep transformers' bars and reports off the page while it loads; what matters of them is told by us."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,136 @@
+"""What a model is called with: from a file, from a function, from a prompt.
+
+    read_inputs("batch.safetensors")      # a mapping of names: keyword arguments
+    Inputs.of((ids, mask))                # a tuple: positional arguments
+
+Nothing here unpickles: `.pt` is read with `weights_only=True`, `.npz` with `allow_pickle=False`.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layerscope.errors import BadModel
+from layerscope.models.functions import function_at, is_function
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DEFAULT_PROMPT", "FORMS", "Inputs", "batches_of", "bytes_as_ids", "read_inputs"]
+
+DEFAULT_PROMPT = "The quick brown fox jumps over the lazy dog, and the lazy dog looks up: who was that?"
+FORMS = "FILE.safetensors, FILE.npz, FILE.pt, file.py:function or package.module:function"
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The arguments of one forward."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, value: object) -> Inputs:
+        """Read a mapping as keyword arguments, a tuple as positional ones, anything else as the only one.
+
+        A mapping whose keys are 0, 1, 2 ... is positional too: file formats without tuples write them so.
+        """
+        if isinstance(value, Inputs):
+            return value
+        if isinstance(value, tuple):
+            return cls(value)
+        if not isinstance(value, Mapping):
+            return cls((value,))
+        named = {str(key): item for key, item in value.items()}
+        numbers = [str(n) for n in range(len(named))]
+        if named and sorted(named) == sorted(numbers):
+            return cls(tuple(named[n] for n in numbers))
+        return cls((), named)
+
+
+def batches_of(value: object) -> Iterator[Inputs]:
+    """Yield the arguments of each forward: one for a single value, one per item for a list or a generator."""
+    if isinstance(value, list) or (isinstance(value, Iterator) and not isinstance(value, Mapping)):
+        yield from map(Inputs.of, value)
+    else:
+        yield Inputs.of(value)
+
+
+def read_inputs(text: str) -> object:
+    """Return what `--inputs` names: a mapping, a tuple, a tensor, or several of them in a list."""
+    if is_function(text):
+        return function_at(text)()
+    path = Path(text)
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise BadModel(f"--inputs {text!r} has a form that is not known; give {FORMS}.")
+    if not path.is_file():
+        raise BadModel(f"--inputs {text!r} is not a file; give {FORMS}.")
+    return reader(path)
+
+
+def bytes_as_ids(prompt: str, *, vocabulary: int = 256) -> torch.Tensor:
+    """Return the prompt's UTF-8 bytes as token ids, (1, length); for models that come without a tokenizer."""
+    import torch
+
+    if not prompt:
+        raise BadModel("--prompt is empty; a model needs at least one token to run on.")
+    return torch.tensor([[byte % vocabulary for byte in prompt.encode("utf-8", "surrogateescape")]])
+
+
+def _read_safetensors(path: Path) -> object:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise BadModel(f"--inputs {str(path)!r} is not a readable safetensors file: {error}.") from error
+
+
+def _read_npz(path: Path) -> object:
+    import numpy as np
+    import torch
+
+    try:
+        # Opened here: numpy leaves the file open when it turns out to be no archive.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except (ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        raise BadModel(
+            f"--inputs {str(path)!r} is not an .npz file of plain arrays ({_first_line(error)}); "
+            "objects that need pickle are refused, save numbers."
+        ) from error
+
+
+def _read_pt(path: Path) -> object:
+    import pickle
+
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch thinks of the file is told by the error below
+            return torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise BadModel(
+            f"--inputs {str(path)!r} is not a .pt file of tensors, lists, tuples and dicts alone "
+            f"({_first_line(error)}); anything more could run code and is refused."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+_READERS: dict[str, Callable[[Path], object]] = {
+    ".safetensors": _read_safetensors,
+    ".npz": _read_npz,
+    ".pt": _read_pt,
+    ".pth": _read_pt,
+}

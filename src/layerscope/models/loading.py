@@ -1,0 +1,136 @@
+"""MODEL on a command line, made into a live model and what to call it with.
+
+loaded = load_model("file.py:make", seed=0)
+for inputs in loaded.batches(prompt="hello"):
+    loaded.model(*inputs.args, **inputs.kwargs)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from layerscope.errors import BadModel
+from layerscope.models.functions import function_at, is_function
+from layerscope.models.huggingface import is_checkpoint, load_checkpoint
+from layerscope.models.inputs import DEFAULT_PROMPT, FORMS, Inputs, batches_of, bytes_as_ids, read_inputs
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BUILT_IN", "BuiltIn", "Loaded", "is_model", "load_model"]
+
+
+class BuiltIn(NamedTuple):
+    """A model that comes with layerscope; `build` imports what it needs when it is called."""
+
+    build: Callable[[int], torch.nn.Module]
+    about: str
+
+
+def _tiny_transformer(seed: int) -> torch.nn.Module:
+    from layerscope.models.tiny import tiny_transformer
+
+    return tiny_transformer(seed=seed)
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    "tiny-transformer": BuiltIn(_tiny_transformer, "8 decoder layers over bytes, weights drawn from the seed"),
+    "demo": BuiltIn(_tiny_transformer, "another name of tiny-transformer"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model, where it came from, and how to call it when nobody says."""
+
+    name: str
+    model: torch.nn.Module
+    seed: int
+    given: object = None  # the inputs its function returned with it
+    encode: Callable[[str], object] | None = None  # how it reads a prompt
+    speaks: bool = False  # it takes text, so that a default prompt makes sense
+
+    def batches(self, *, inputs: str | None = None, prompt: str | None = None) -> Iterator[Inputs]:
+        """Yield the arguments of each forward: `inputs` names a file or function, `prompt` is text.
+
+        The random state is seeded first, so that inputs drawn at random are the same for every model.
+        """
+        import torch
+
+        if inputs is not None and prompt is not None:
+            raise BadModel("--inputs and --prompt are two ways to say one thing; give one of them.")
+        torch.manual_seed(self.seed)
+        if inputs is not None:
+            return batches_of(read_inputs(inputs))
+        if prompt is not None or (self.given is None and self.speaks):
+            text = DEFAULT_PROMPT if prompt is None else prompt
+            return batches_of((self.encode or bytes_as_ids)(text))
+        if self.given is None:
+            raise BadModel(
+                f"{self.name!r} came without inputs; return (model, inputs) from the function, "
+                f"or give --prompt TEXT or --inputs {FORMS}."
+            )
+        return batches_of(self.given)
+
+
+def is_model(text: str) -> bool:
+    """Tell whether the text has one of the forms of a MODEL, without loading it."""
+    return text in BUILT_IN or is_function(text) or is_checkpoint(Path(text))
+
+
+def load_model(text: str, *, seed: int = 0) -> Loaded:
+    """Return the model that `text` names: a built-in, a function's, or a local Hugging Face checkpoint's."""
+    import torch
+
+    torch.manual_seed(seed)
+    if text in BUILT_IN:
+        return Loaded(text, BUILT_IN[text].build(seed), seed, encode=bytes_as_ids, speaks=True)
+    if is_function(text):
+        return _from_function(text, seed)
+    folder = Path(text)
+    if is_checkpoint(folder):
+        checkpoint = load_checkpoint(folder)
+        return Loaded(text, checkpoint.model, seed, encode=checkpoint.encode, speaks=True)
+    raise BadModel(f"{text!r} {_why_not(folder)}; {_forms(text)}")
+
+
+def _from_function(text: str, seed: int) -> Loaded:
+    import torch
+
+    made: Any = function_at(text)()
+    model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, torch.nn.Module):
+        raise BadModel(f"{text!r} returned {_described(made)}; it should return a torch.nn.Module, or (model, inputs).")
+    return Loaded(text, model, seed, given=given)
+
+
+def _described(made: object) -> str:
+    if isinstance(made, tuple):
+        return f"a tuple of ({', '.join(type(m).__name__ for m in made)})"
+    return "None" if made is None else f"a {type(made).__name__}"
+
+
+def _why_not(path: Path) -> str:
+    try:
+        if (path / "run.json").is_file():
+            return "is a run, not a model (`layerscope show` and `layerscope points` read it)"
+        if path.is_dir():
+            return "is a folder without a config.json"
+        if path.is_file():
+            return f"is a {path.suffix or 'nameless kind of'} file, which layerscope cannot make a model of"
+    except (OSError, ValueError):
+        pass
+    return "is not a model layerscope can find"
+
+
+def _forms(text: str) -> str:
+    near = get_close_matches(text, BUILT_IN, n=3, cutoff=0.5)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    return (
+        f"{meant}A MODEL is a built-in name ({', '.join(BUILT_IN)}), file.py:function, "
+        "package.module:function or a local Hugging Face checkpoint folder."
+    )
