@@ -1,0 +1,48 @@
+"""The options that several commands share, so that one word means one thing in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+__all__ = ["as_json", "examples", "model_inputs", "moments", "seed", "to"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print strict JSON for machines.")
+seed = click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and inputs.")
+
+
+def examples(*lines: str) -> str:
+    """Write lines for the end of a help page, which click would otherwise fill into a paragraph."""
+    return "\b\n" + "\n".join(lines)
+
+
+def to(*, required: bool) -> Callable[[Command], Command]:
+    """Where the run is written."""
+    return click.option("-o", "--to", "to", metavar="RUN", required=required, help="Where to write the run.")
+
+
+def model_inputs(command: Command) -> Command:
+    """What the model is called with."""
+    command = seed(command)
+    command = click.option("--prompt", metavar="TEXT", help="Text to run the model on.")(command)
+    return click.option(
+        "--inputs", metavar="FILE", help="FILE.safetensors, .npz, .pt or file.py:function with the inputs."
+    )(command)
+
+
+def moments(command: Command) -> Command:
+    """Which records of a point are meant."""
+    words = {
+        "rank": "One process alone; default: all of them added up.",
+        "call": "One call of those within a step.",
+        "batch": "Records of one batch.",
+        "epoch": "Records of one epoch.",
+        "step": "Records of one step; default: the latest.",
+    }
+    for word, meaning in words.items():
+        command = click.option(f"--{word}", type=click.IntRange(min=0), metavar="N", help=meaning)(command)
+    return command

@@ -1,0 +1,162 @@
+"""`layerscope show`: the statistics of a run, layer by layer, and the change from each layer to the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from layerscope.cli import options
+from layerscope.cli.adjacent import Change, chains, changes
+from layerscope.cli.choosing import Given, at, chosen, spans
+from layerscope.cli.completeness import completeness_parts, damage_parts, run_facts
+from layerscope.cli.page import Tell, counting, put
+from layerscope.cli.statistics import Row, broken_parts, name_cell, point_tables, rows_at
+from layerscope.points import Moment, Point
+from layerscope.report.parts import Cell, Column, Document, Heading, Part, Sentence, Table, Tone, Value
+from layerscope.report.writing import NOTHING, number
+
+if TYPE_CHECKING:
+    from layerscope.store import Reader
+
+__all__ = ["adjacent_parts", "command", "document"]
+
+EXAMPLES = options.examples(
+    "layerscope show runs/fp32",
+    "layerscope show runs/fp32 'model.layers.*' --adjacent",
+    "layerscope show runs/fp32 'model.layers.*:grad_output' --step 3 --json",
+)
+
+
+@click.command(short_help="Show the statistics of a run, layer by layer.", epilog=EXAMPLES)
+@click.argument("run", metavar="RUN")
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
+@click.option("--adjacent", is_flag=True, help="Show the change from each layer to the next as well.")
+@options.moments
+@options.as_json
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
+def command(
+    run: str, patterns: tuple[str, ...], adjacent: bool, as_json: bool, as_markdown: bool, **given: int | None
+) -> None:
+    """Show the statistics of RUN, layer by layer, of the points that PATTERNs name."""
+    from layerscope.store import open_run
+
+    if as_json and as_markdown:
+        raise click.UsageError("--json and --markdown are two pages; ask for one of them.")
+    with counting("reading") as tell:
+        page = document(open_run(run), run, patterns=patterns, given=given, adjacent=adjacent, tell=tell)
+    put(page, "json" if as_json else "markdown" if as_markdown else "terminal")
+
+
+def document(run: Reader, name: str, *, patterns: Sequence[str], given: Given, adjacent: bool, tell: Tell) -> Document:
+    """Build the page of a run: how complete it is, the statistics at one moment, and the changes when asked."""
+    parts: list[Part] = [*completeness_parts(run, name), run_facts(run)]
+    if not run.points:
+        return Document(name, tuple(parts))
+    points = chosen(run, patterns)
+    moment, entries = at(run, points, given)
+    rows, damaged = rows_at(run, points, entries, tell)
+    parts += [Sentence(text, "quiet") for text in _which(run, points, moment, given, rows)]
+    parts += damage_parts(damaged)
+    parts += broken_parts(rows)
+    parts += point_tables(rows)
+    if adjacent:
+        parts += adjacent_parts(run, rows, layers_only=not patterns, tell=tell)
+    return Document(name, tuple(parts))
+
+
+def _which(run: Reader, points: Sequence[Point], moment: Moment, given: Given, rows: Sequence[Row]) -> Iterator[str]:
+    """Say which moment this is, and what it leaves out."""
+    steps = {m.step for m in run.moments}
+    text = str(moment).replace("=", " ").replace(" batch", ", batch").replace(" step", ", step")
+    said = {k for k, v in given.items() if v is not None}
+    if len(steps) > 1:
+        if said & {"step", "epoch", "batch"}:
+            yield f"{text}; the run has step {spans(steps)}"
+        elif moment.step == max(steps):
+            yield f"{text}, the latest of {spans(steps)} (--step N shows another)"
+        else:
+            yield f"{text}, the latest with these points; the run has step {spans(steps)}"
+    elif moment.epoch is not None:
+        yield text
+    here = {row.point for row in rows}
+    if len(here) < len(points):
+        yield f"{len(points) - len(here)} of {len(points)} points have no record at this moment"
+    ranks = {e.moment.rank for row in rows for e in row.entries}
+    if len(ranks) > 1:
+        yield f"ranks {spans(ranks)} added up (--rank N shows one)"
+
+
+def adjacent_parts(run: Reader, rows: Sequence[Row], *, layers_only: bool, tell: Tell) -> Iterator[Part]:
+    """Build the tables of changes from each layer to the next, one for each chain of layers."""
+    entries = [row.entries[0] for row in rows if row.point.side == "output" or not layers_only]
+    found = chains(entries, layers_only=layers_only)
+    links = sum(len(chain) - 1 for chain in found)
+    done = 0
+
+    def told(place: str) -> None:
+        nonlocal done
+        tell(place, done, links)
+        done += 1
+
+    if not found:
+        yield Sentence(
+            "no two of these points are neighbours: numbered modules with values of one shape, "
+            "as `model.layers.*` names them",
+            "warn",
+        )
+    if any(len(row.entries) > 1 for row in rows):
+        yield Sentence("of the first rank alone; --rank N shows another", "quiet")
+    measured = [(chain, list(changes(run, chain, told))) for chain in found]
+    if any(c.basis == "summaries" for _, several in measured for c in several):
+        yield Sentence(
+            "where tensors were not kept, the change is at least what the summaries show, marked with >=; "
+            "record with --keep both for the change itself",
+            "warn",
+        )
+    for reason in dict.fromkeys(c.because for _, several in measured for c in several if c.because):
+        yield Sentence(reason, "warn")
+    for chain, several in measured:
+        yield Heading(f"change from each layer to the next, from {chain[0].point.place} on")
+        yield _change_table(several)
+
+
+def _change_table(several: Sequence[Change]) -> Table:
+    columns = [
+        Column("after", "layer", "name"),
+        Column("max_abs", "max change", "number", rank=2),
+        Column("mean_abs", "mean change", "number", rank=4),
+        Column("relative_l2", "relative L2", "number"),
+        Column("cosine", "cosine", "number", rank=3),
+        Column("bar", "over depth", "bar", rank=1, audience="page"),
+        Column(
+            "nonfinite", "nan/inf", "count", rank=3, audience="all" if any(c.nonfinite for c in several) else "data"
+        ),
+        Column("before", "before", audience="data"),
+        Column("basis", "basis", audience="data"),
+        Column("because", "because", audience="data"),
+    ]
+    return Table.of("adjacent", columns, (_change_cells(change) for change in several))
+
+
+def _change_cells(change: Change) -> Iterator[Cell | Value]:
+    point = change.after.point
+    at_least = ">=" if change.basis == "summaries" else ""
+    tone: Tone = "bad" if change.nonfinite else "plain"
+    yield name_cell(point, tone)
+    for value in (change.max_abs, change.mean_abs, change.relative_l2):
+        yield _bound(value, at_least)
+    yield _bound(change.cosine, "")
+    yield 0.0 if math.isnan(change.relative_l2) else change.relative_l2
+    yield Cell(change.nonfinite, tone)
+    yield str(change.before.point)
+    yield change.basis
+    yield change.because or None
+
+
+def _bound(value: float, at_least: str) -> Cell:
+    if math.isnan(value):
+        return Cell(None, text=NOTHING)
+    return Cell(value, "quiet" if at_least else "plain", text=at_least + number(value) if at_least else None)
