@@ -61,7 +61,8 @@ def plain(tensor: torch.Tensor) -> tuple[torch.Tensor, dict[str, str]]:
         raise Unsupported(f"a {layout} tensor is not stored; keep=lambda t: t.to_dense() (or a function of its own)")
     if tensor.is_quantized:
         raise Unsupported(f"a legacy {tensor.dtype} tensor is not stored; keep=lambda t: t.dequantize()")
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor, note

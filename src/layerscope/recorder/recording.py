@@ -105,9 +105,16 @@ class _Look:
 
     ref: weakref.ref[torch.Tensor]
     version: int
-    copy: Callable[[], torch.Tensor] | None = None
+    copy: Callable[[], torch.Tensor] | None = None  # in memory, shared by every point that saw the tensor
+    blob: Blob | None = None  # on its way to disk, for one record
     summary: Summary | Callable[[], Summary] | None = None
     level: Level | None = None
+    note: Mapping[str, str] = field(default_factory=dict)
+
+    def holds(self, wish: Wish, *, in_memory: bool) -> bool:
+        """Whether nothing more has to be taken of the tensor."""
+        tensor = not wish.tensor or (in_memory and self.copy is not None)
+        return tensor and (not wish.summary or self.level == "full" or self.level == wish.level)
 
 
 class Recording:
@@ -283,49 +290,47 @@ class Recording:
         if wish.function is not None:
             tensor = _as_result(wish.function(tensor.detach()))
             wish = Wish(True, wish.summary, wish.level)
-        values, said = plain(tensor)
         look = _look(step, tensor)
-        whole: dict[str, str] = {**(note or {}), **said}
+        if not look.holds(wish, in_memory=self._writer is None):
+            self._take(look, tensor, wish)
+        said: Mapping[str, str] = {**note, **look.note} if note else look.note
         if self._writer is not None:
-            self._write(point, moment, values, look, wish, whole)
+            self._writer.write(point, moment, blob=look.blob, summary=look.summary if wish.summary else None, note=said)
+            look.blob = None
         else:
-            self._remember(point, moment, values, look, wish, whole)
+            self._remember(
+                point, moment, look.copy if wish.tensor else None, look.summary if wish.summary else None, said
+            )
         self._ledger.recorded(point)
 
-    def _write(
-        self, point: Point, moment: Moment, values: torch.Tensor, look: _Look, wish: Wish, note: dict[str, str]
-    ) -> None:
-        assert self._writer is not None
-        blob = None
-        if wish.tensor:
+    def _take(self, look: _Look, tensor: torch.Tensor, wish: Wish) -> None:
+        """Take what is wanted of a tensor and not there yet; on an accelerator it is only started here."""
+        values, look.note = plain(tensor)
+        if wish.summary and (look.summary is None or (wish.level == "full" and look.level != "full")):
+            start = summarize if values.device.type == "cpu" else self._devices.of
+            look.summary, look.level = start(values, level=wish.level), wish.level
+        if wish.tensor and self._writer is None:
+            look.copy = look.copy or self._arena.copy(values)
+        elif wish.tensor:
             lease = self._pool.copy(values)
-            blob = Blob(dtype_name(values.dtype), tuple(values.shape), values.nbytes, lease.data, lease.release)
-        self._writer.write(point, moment, blob=blob, summary=self._summary(look, values, wish), note=note)
+            look.blob = Blob(dtype_name(values.dtype), tuple(values.shape), values.nbytes, lease.data, lease.release)
 
     def _remember(
-        self, point: Point, moment: Moment, values: torch.Tensor, look: _Look, wish: Wish, note: dict[str, str]
+        self,
+        point: Point,
+        moment: Moment,
+        copy: Callable[[], torch.Tensor] | None,
+        summary: Summary | Callable[[], Summary] | None,
+        note: Mapping[str, str],
     ) -> None:
         run = self._memory
         assert run is not None
-        summary = self._summary(look, values, wish)
-        if wish.tensor and look.copy is None:
-            look.copy = self._arena.copy(values)
-        copy = look.copy if wish.tensor else None
 
         def settle() -> None:
             kept = None if copy is None else copy()
             run.add(point, moment, tensor=kept, summary=summary() if callable(summary) else summary, note=note)
 
         self._pending.append((point, settle))
-
-    def _summary(self, look: _Look, values: torch.Tensor, wish: Wish) -> Summary | Callable[[], Summary] | None:
-        """Return the statistics, taken once per tensor; on an accelerator they are only started here."""
-        if not wish.summary:
-            return None
-        if look.summary is None or (wish.level == "full" and look.level != "full"):
-            start = summarize if values.device.type == "cpu" else self._devices.of
-            look.summary, look.level = start(values, level=wish.level), wish.level
-        return look.summary
 
     def _settle(self) -> None:
         """Move what waits into the run in memory; copies from a device have then arrived."""
