@@ -43,7 +43,7 @@ def about(
     by_name, shared = eager.modules_of(model)
     parameters = list(model.parameters())
     size = sum(tensor.nbytes for tensor in [*parameters, *model.buffers()])
-    settings: dict[str, Any] = {"statistics": statistics, "kernels": backend()}
+    settings: dict[str, Any] = {"statistics": statistics, "kernels": backend()} if plan.counts else {}
     fingerprints: dict[str, str] = {}
     if weights or (weights is None and on_disk and size <= _MOST):
         fingerprints = _fingerprints(by_name)

@@ -29,7 +29,7 @@ from layerscope.recorder.taps import Keep, Level, Plan, Wish, plan, taps_of
 from layerscope.runtimes import eager, find
 from layerscope.runtimes.sink import Step
 from layerscope.schedules import Schedule
-from layerscope.stats import Summary, summarize
+from layerscope.stats import Summary, prepare, summarize
 from layerscope.store import Blob, Completeness, MemoryRun, Run, Writer, open_run
 
 __all__ = ["Recording", "record"]
@@ -148,6 +148,8 @@ class Recording:
         if self._memory is not None or self._writer is not None:
             raise RuntimeError("a recording is entered once; call record() again for another one.")
         settings, rank = self._settings, ranks.rank()
+        if self._plan.counts:
+            prepare(*_dtypes(self.model))  # now, rather than in the first hook
         manifest = about(
             self.model,
             self._plan,
@@ -371,6 +373,12 @@ def _default(keep: Any, statistics: Level, *, on_disk: bool) -> Wish:
     if keep not in ("tensor", "summary", "both"):
         raise ValueError(f"keep={keep!r} is not known; use 'tensor', 'summary', 'both' or a function of a tensor.")
     return Wish(keep in ("tensor", "both"), keep in ("summary", "both"), statistics)
+
+
+def _dtypes(model: torch.nn.Module) -> set[str]:
+    """Return the dtypes that tensors of a model on the CPU are likely to have."""
+    found = {p.dtype for p in model.parameters() if p.device.type == "cpu" and p.dtype.is_floating_point}
+    return {dtype_name(dtype) for dtype in found or {torch.float32}}
 
 
 def _overridden() -> bool:

@@ -116,6 +116,11 @@ class Plan:
         return wanted
 
     @property
+    def counts(self) -> bool:
+        """Whether any tap asks for statistics."""
+        return any(self._of(tap).summary for tap in self.taps)
+
+    @property
     def aliases(self) -> dict[str, list[str]]:
         """What each alias stands for, in text; an operation under the pattern that asks for it."""
         return {
