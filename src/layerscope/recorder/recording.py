@@ -377,7 +377,8 @@ def _default(keep: Any, statistics: Level, *, on_disk: bool) -> Wish:
 
 def _dtypes(model: torch.nn.Module) -> set[str]:
     """Return the dtypes that tensors of a model on the CPU are likely to have."""
-    found = {p.dtype for p in model.parameters() if p.device.type == "cpu" and p.dtype.is_floating_point}
+    usual = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+    found = {p.dtype for p in model.parameters() if p.device.type == "cpu"} & usual
     return {dtype_name(dtype) for dtype in found or {torch.float32}}
 
 
