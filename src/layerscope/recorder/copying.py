@@ -97,9 +97,9 @@ class Arena:
 
     def copy(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Copy a plain tensor; the result is called for when it is needed, and may then wait for a device."""
-        if tensor.device.type != "cpu":
-            return arriving(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
         kept = _as_tensor(self._room(tensor.nbytes), tensor)
+        if tensor.device.type != "cpu":
+            return arriving(tensor, kept)
         np.copyto(_bits(kept), _bits(tensor))
         return lambda: kept
 
@@ -126,42 +126,39 @@ class Pool:
 
     def __init__(self, budget: int) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[tuple[int, bool], list[torch.Tensor]] = {}
+        self._idle: dict[int, list[torch.Tensor]] = {}
         self._room = budget
 
     def copy(self, tensor: torch.Tensor) -> Lease:
         """Copy a plain tensor into a buffer of the pool, contiguously."""
-        on_device = tensor.device.type != "cpu"
         size = 1 << max(12, (tensor.nbytes - 1).bit_length())
-        buffer = self._take(size, pinned=on_device)
-        exact = buffer[: tensor.nbytes]
-        target = _as_tensor(exact.numpy(), tensor) if not on_device else exact.view(tensor.dtype).view(tensor.shape)
-        if on_device:
-            arrive = arriving(tensor, target)
+        buffer = self._take(size)
+        exact = buffer[: tensor.nbytes].numpy()
+        target = _as_tensor(exact, tensor)
+        if tensor.device.type == "cpu":
+            np.copyto(_bits(target), _bits(tensor))
+            return Lease(lambda: exact, lambda: self._give(size, buffer))
+        arrival = arriving(tensor, target)
 
-            def data() -> Bytes:
-                arrive()
-                return exact.numpy()
+        def data() -> Bytes:
+            arrival()
+            return exact
 
-            return Lease(data, lambda: self._give(size, buffer, pinned=True))
-        np.copyto(_bits(target), _bits(tensor))
-        return Lease(exact.numpy, lambda: self._give(size, buffer, pinned=False))
+        return Lease(data, lambda: arrival.then(lambda: self._give(size, buffer)))
 
-    def _take(self, size: int, *, pinned: bool) -> torch.Tensor:
+    def _take(self, size: int) -> torch.Tensor:
         with self._lock:
-            idle = self._idle.get((size, pinned))
+            idle = self._idle.get(size)
             if idle:
                 self._room += size
                 return idle.pop()
-        if pinned:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return torch.from_numpy(_huge(size) if size >= _SMALL else np.empty(size, np.uint8))
 
-    def _give(self, size: int, buffer: torch.Tensor, *, pinned: bool) -> None:
+    def _give(self, size: int, buffer: torch.Tensor) -> None:
         with self._lock:
             if size <= self._room:
                 self._room -= size
-                self._idle.setdefault((size, pinned), []).append(buffer)
+                self._idle.setdefault(size, []).append(buffer)
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -1,59 +1,440 @@
 """Take values from an accelerator without making the model wait for it.
 
-    arrive = arriving(tensor, host)          # the copy is on its way; arrive() waits for it
+    arrival = arriving(tensor, host)         # cloned on the device; arrival() waits until `host` has the values
     later = Statistics().of(tensor)          # launched on the device; later() gives the Summary
 
 Nothing in a hook synchronises. A tensor is cloned on the model's own stream, so that a later in-place operation cannot
-reach what is recorded, and the clone travels to pinned memory on a side stream.
+reach what is recorded. Statistics are made where the tensor lies, by one launch. Everything then leaves the device
+through its `_Lane`: a thread that copies on a side stream, through one small pinned buffer, to where it belongs.
+
+Pinned memory costs 0.6 ms per MiB to get and holds up every launch of the process meanwhile, and copying to
+memory that is not pinned holds them up as well; hence the buffer, 16 MiB for each device, which stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from layerscope.errors import Unsupported
 from layerscope.stats import Summary, summarize
 
-__all__ = ["Statistics", "arriving"]
+if TYPE_CHECKING:
+    from layerscope.stats.device import Level, Numbers, Sheet, Slots
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+__all__ = ["Arrival", "Statistics", "arriving"]
+
+_log = logging.getLogger("layerscope")
+
+_STAGE = 16 << 20
+_TRIP = 64 << 20  # bytes of clones that are worth a journey before the step ends
+_MOST = 2 << 30  # bytes of clones a device holds at most, if a quarter of its free memory is not less
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def arriving(tensor: torch.Tensor, host: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start an asynchronous copy to pinned memory; the call that is returned waits for it.
+def arriving(tensor: torch.Tensor, host: torch.Tensor) -> Arrival:
+    """Start a copy to contiguous memory of the host that nobody reads or writes until it has arrived.
 
-    Only the clone is read by the side stream, and `record_stream` keeps its memory until then.
+    Small tensors leave together, at the end of the step at the latest, or when the first of them is waited for. Where
+    copies do not leave as fast as they come, the caller waits rather than fill the device.
     """
     if tensor.device.type != "cuda":
         host.copy_(tensor)
-        return lambda: host
-    stream = _streams.get(tensor.device)
-    if stream is None:
-        stream = _streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))  # type: ignore[no-untyped-call]
-    snapshot = tensor.clone(memory_format=torch.contiguous_format)
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(stream):
-        host.copy_(snapshot, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(stream)
-    snapshot.record_stream(stream)
+        return Arrival(host, None)
+    _refuse_capture()
+    return Arrival(host, _lane(tensor.device).board(tensor, host))
 
-    def wait() -> torch.Tensor:
-        arrived.synchronize()
-        return host
 
-    return wait
+class Arrival:
+    """A tensor on its way to the host."""
+
+    __slots__ = ("_host", "_trip")
+
+    def __init__(self, host: torch.Tensor, trip: _Trip | None) -> None:
+        self._host = host
+        self._trip = trip
+
+    def __call__(self) -> torch.Tensor:
+        """Wait for the values."""
+        if self._trip is not None:
+            self._trip.wait()
+        return self._host
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call once nothing is written to the host's memory any more: now, or later in another thread."""
+        if self._trip is None:
+            call()
+        else:
+            self._trip.then(call)
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            "nothing can be recorded while a CUDA graph is captured: its replays would not record it again; "
+            "record a forward that runs without the graph"
+        )
+
+
+# The way to the host ----------------------------------------------------------------------------
+
+
+class _Cargo:
+    """What a lane carries as a whole, once the device has come to where it is ready."""
+
+    size = 0
+
+    def __init__(self, lane: _Lane, origin: torch.cuda.Stream) -> None:
+        self.lane = lane
+        self.origin = origin
+        self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._unloaded = threading.Event()
+        self._error: BaseException | None = None
+        self._after: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def leave(self) -> None:
+        """See to it that the lane gets it; a second call does nothing."""
+        raise NotImplementedError
+
+    def unload(self) -> None:
+        """Bring it to the host; in the lane's thread."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Wait until it is there, in any thread but the lane's."""
+        if not self._unloaded.is_set():
+            self.leave()
+            self._unloaded.wait()
+        if self._error is not None:
+            raise RuntimeError(f"it did not arrive from the device: {self._error}") from self._error
+
+    def then(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._unloaded.is_set():
+                self._after.append(call)
+                return
+        call()
+
+    def finish(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._error = error
+            self._unloaded.set()
+        for call in self._after:
+            call()
+        self._after.clear()
+
+
+class _Trip(_Cargo):
+    """Clones of one stream's tensors, and where they belong."""
+
+    def __init__(self, lane: _Lane, origin: torch.cuda.Stream) -> None:
+        super().__init__(lane, origin)
+        self.clones: list[torch.Tensor] = []
+        self.hosts: list[torch.Tensor] = []
+
+    def leave(self) -> None:
+        self.lane.leave(self)
+
+    def unload(self) -> None:
+        self.lane.copy([(clone, _bytes(host)) for clone, host in zip(self.clones, self.hosts, strict=True)])
+        self.clones.clear()
+        self.hosts.clear()
+
+
+class _Lane:
+    """The way from one device to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._changed = threading.Condition()
+        self._filling: _Trip | None = None
+        self._held = 0
+        self._most = min(_MOST, torch.cuda.mem_get_info(device)[0] // 4)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stage = torch.empty(_STAGE, dtype=torch.uint8, pin_memory=True)
+        self._queue: SimpleQueue[_Cargo] = SimpleQueue()
+        threading.Thread(target=self._carry, name=f"layerscope-{device}", daemon=True).start()
+
+    def board(self, tensor: torch.Tensor, host: torch.Tensor) -> _Trip:
+        """Clone a tensor on the current stream, and send the clone with the next trip."""
+        size = tensor.nbytes
+        raw = torch._C._cuda_getCurrentRawStream(tensor.get_device())
+        with self._changed:
+            while self._held and self._held + size > self._most:
+                self._leave()
+                self._changed.wait()
+            trip = self._filling
+            if trip is None or trip.origin.cuda_stream != raw:
+                self._leave()
+                trip = self._filling = _Trip(self, torch.cuda.current_stream(self._device))
+            trip.clones.append(tensor.clone(memory_format=torch.contiguous_format))
+            trip.hosts.append(host)
+            trip.size += size
+            self._held += size
+            if trip.size >= _TRIP:
+                self._leave()
+        return trip
+
+    def leave(self, trip: _Trip | None = None) -> None:
+        """Send what is waiting; with `trip`, only if that is it."""
+        with self._changed:
+            if trip is None or trip is self._filling:
+                self._leave()
+
+    def _leave(self) -> None:
+        trip, self._filling = self._filling, None
+        if trip is not None:
+            self.send(trip)
+
+    def send(self, cargo: _Cargo) -> None:
+        """Have the thread carry something that is ready when its stream has come as far as it is now."""
+        cargo.ready.record(cargo.origin)
+        self._queue.put(cargo)
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, Bytes]]) -> None:
+        """Copy contiguous tensors to the host; in the lane's thread."""
+        staged: list[tuple[Bytes, Bytes]] = []
+        stage, at = self._stage.numpy(), 0
+        with torch.cuda.stream(self._stream):
+            for tensor, target in pairs:
+                source, done = _flat(tensor), 0
+                while done < target.size:
+                    if at == _STAGE:
+                        self._land(staged)
+                        at = 0
+                    size = min(target.size - done, _STAGE - at)
+                    self._stage[at : at + size].copy_(source[done : done + size], non_blocking=True)
+                    staged.append((target[done : done + size], stage[at : at + size]))
+                    at, done = at + size, done + size
+            self._land(staged)
+
+    def _land(self, staged: list[tuple[Bytes, Bytes]]) -> None:
+        if staged:
+            self._arrived.record(self._stream)
+            self._arrived.synchronize()  # of an event: a stream's would be noticed by the user's sync debug mode
+            for target, source in staged:
+                np.copyto(target, source)
+            staged.clear()
+
+    def bring(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        """Return a contiguous tensor of plain numbers as an array; in the lane's thread."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.copy([(tensor, _bytes(host))])
+        return host.numpy()
+
+    def _carry(self) -> None:
+        torch.cuda.set_device(self._device)
+        while True:
+            cargo = self._queue.get()
+            error = None
+            try:
+                self._stream.wait_event(cargo.ready)
+                cargo.unload()
+            except BaseException as raised:
+                error = raised
+            cargo.finish(error)
+            with self._changed:
+                self._held -= cargo.size
+                self._changed.notify_all()
+            del cargo, error
+
+
+_lanes: dict[torch.device, _Lane] = {}
+_making = threading.Lock()
+
+
+def _lane(device: torch.device) -> _Lane:
+    lane = _lanes.get(device)
+    if lane is None:
+        with _making:
+            lane = _lanes.get(device)
+            if lane is None:
+                lane = _lanes[device] = _Lane(device)
+    return lane
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _bytes(host: torch.Tensor) -> Bytes:
+    return _flat(host).numpy()
+
+
+# Statistics -------------------------------------------------------------------------------------
+
+_Key = tuple[int, int, str, bool]  # device, stream, level, and whether float64's buckets are wanted
 
 
 class Statistics:
-    """Summaries of tensors on an accelerator, made without waiting for it."""
+    """Summaries of tensors on an accelerator, made without waiting for it.
 
-    def of(self, tensor: torch.Tensor, *, level: str = "full") -> Callable[[], Summary]:
+    `of` may be called from several threads, and what it returns in any thread at any time. Where the device has no
+    kernels for a tensor, a copy of it is summarised on the host, when the summary is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[_Key, Slots] = {}
+        self._open: dict[_Key, _Page] = {}
+        self._names: dict[torch.dtype, str] = {}
+        self._broken: str | None = None
+
+    @property
+    def kernels(self) -> str:
+        """Which code makes them: "triton", or the host, and why."""
+        reason = self._why_not()
+        return f"on the host: {reason}" if reason else "triton"
+
+    def prepare(self, tensors: Iterable[torch.Tensor], *, level: Level = "full") -> None:
+        """Compile for tensors like these now, lest the first hook wait for it."""
+        for where, dtypes in _by_device(tensors).items():
+            _lane(where)
+            if not self._why_not():
+                from layerscope.stats import device
+
+                try:
+                    device.prepare(where, dtypes, level)
+                except Exception as error:
+                    self._give_up(error)
+
+    def of(self, tensor: torch.Tensor, *, level: Level = "full") -> Callable[[], Summary]:
         """Start the reduction of a plain tensor; the call that is returned waits for the numbers."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-        arrive = arriving(tensor, host)
-        return lambda: summarize(arrive(), level=level)  # type: ignore[arg-type]
+        if tensor.is_cuda:
+            _refuse_capture()
+            if self._why_not() == "":
+                try:
+                    later = self._started(tensor, level)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    self._give_up(error)
+                else:
+                    if later is not None:
+                        return later
+        arrival = arriving(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+        return lambda: summarize(arrival(), level=level)
 
     def fetch(self) -> None:
-        """Send for the numbers of everything started so far, in one transfer; called at the end of a step."""
+        """Send for everything started so far, copies too; called at the end of a step."""
+        if not _lanes or torch.cuda.is_current_stream_capturing():
+            return
+        for lane in list(_lanes.values()):
+            lane.leave()
+        if self._open:
+            with self._lock:
+                for key in list(self._open):
+                    self._send(key)
+
+    def close(self) -> None:
+        """Send for what is left, and give the memory on the device back."""
+        self.fetch()
+        with self._lock:
+            self._slots.clear()
+
+    def _why_not(self) -> str:
+        if self._broken is None:
+            from layerscope.stats import device
+
+            self._broken = device.why_not()
+        return self._broken
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = f"Triton failed: {type(error).__name__}: {error}"
+        _log.warning("%s. Statistics are made on the host, which costs a copy of every tensor.", self._broken)
+
+    def _started(self, tensor: torch.Tensor, level: Level) -> Callable[[], Summary] | None:
+        from layerscope.stats import device
+
+        dtype = tensor.dtype
+        name = self._names.get(dtype)
+        if name is None:
+            name = self._names[dtype] = str(dtype).removeprefix("torch.")
+        if not device.takes(tensor):
+            return None
+        shape = tuple(tensor.shape)
+        if 0 in shape:
+            nothing = summarize(torch.empty(shape, dtype=dtype, device="cpu"), level=level)
+            return lambda: nothing
+        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        place = tensor.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(place)
+        key = (place, stream, level, level == "full" and dtype is torch.float64)
+        with self._lock:
+            page = self._open.get(key) or self._opened(key, tensor.device)
+            index = page.used
+            page.slots.start(index, tensor)
+            page.used = index + 1
+            if page.used == page.slots.size:
+                self._send(key)
+
+        def later() -> Summary:
+            page.wait()
+            return page.numbers[index].summary(name, shape)
+
+        return later
+
+    def _opened(self, key: _Key, where: torch.device) -> _Page:
+        from layerscope.stats import device
+
+        slots = self._slots.get(key)
+        if slots is None:
+            _, stream, level, wide = key
+            slots = self._slots[key] = device.Slots(where, level, stream, wide=wide)  # type: ignore[arg-type]
+        lane = _lane(where)
+
+        def leave() -> None:
+            with self._lock:
+                if self._open.get(key) is page:
+                    self._send(key)
+
+        page = self._open[key] = _Page(lane, torch.cuda.current_stream(where), slots, leave)
+        return page
+
+    def _send(self, key: _Key) -> None:
+        """Have a page's numbers gathered; its slots are free again, in the order of the stream."""
+        page = self._open.pop(key)
+        if page.used:
+            with torch.cuda.stream(page.origin):  # in another thread it would not be the current one
+                page.sheet = page.slots.gather(page.used)
+            page.lane.send(page)
+
+
+class _Page(_Cargo):
+    """The numbers of tensors that are gathered together."""
+
+    def __init__(self, lane: _Lane, origin: torch.cuda.Stream, slots: Slots, leave: Callable[[], None]) -> None:
+        super().__init__(lane, origin)
+        self.slots = slots
+        self.used = 0
+        self.sheet: Sheet | None = None
+        self.numbers: list[Numbers] = []
+        self._send = leave
+
+    def leave(self) -> None:
+        self._send()
+
+    def unload(self) -> None:
+        from layerscope.stats.device import Numbers
+
+        assert self.sheet is not None
+        self.numbers = Numbers.read(self.sheet, self.used, self.lane.bring)
+        self.sheet = None
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, set[torch.dtype]]:
+    found: dict[torch.device, set[torch.dtype]] = {}
+    for tensor in tensors:
+        if tensor.is_cuda:
+            found.setdefault(tensor.device, set()).add(tensor.dtype)
+    return found

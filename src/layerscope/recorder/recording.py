@@ -36,6 +36,10 @@ __all__ = ["Recording", "record"]
 
 _BUDGET = 512 << 20
 
+# A record on its way into a run in memory; copy and summary may still have to arrive from a device.
+_Copy = Callable[[], torch.Tensor]
+_Waiting = tuple[Point, Moment, "_Copy | None", "Summary | Callable[[], Summary] | None", "Mapping[str, str] | None"]
+
 
 def record(
     model: torch.nn.Module,
@@ -97,6 +101,15 @@ class _Step(Step):
 
     due: tuple[bool, ...] = ()
     looks: dict[int, _Look] = field(default_factory=dict)
+    moments: dict[int, Moment] = field(default_factory=dict)  # of each call
+
+    def at(self, call: int) -> Moment:
+        """Return the moment of a call within the step."""
+        moment = self.moments.get(call)
+        if moment is None:
+            when = self.moment
+            moment = self.moments[call] = Moment(when.epoch, when.step, when.batch, call, when.rank)
+        return moment
 
 
 @dataclass(slots=True)
@@ -109,7 +122,7 @@ class _Look:
     blob: Blob | None = None  # on its way to disk, for one record
     summary: Summary | Callable[[], Summary] | None = None
     level: Level | None = None
-    note: Mapping[str, str] = field(default_factory=dict)
+    note: Mapping[str, str] | None = None
 
     def holds(self, wish: Wish, *, in_memory: bool) -> bool:
         """Whether nothing more has to be taken of the tensor."""
@@ -132,7 +145,7 @@ class Recording:
         self._ledger = Ledger()
         self._lock = threading.Lock()
         self._step: _Step | None = None
-        self._pending: list[tuple[Point, Callable[[], None]]] = []
+        self._pending: list[_Waiting] = []
         self._arena = Arena()
         self._pool = Pool(settings.budget)
         self._devices = Statistics()
@@ -255,14 +268,12 @@ class Recording:
         if not wish:
             self._ledger.passed(point)
             return
-        when = step.moment
-        moment = Moment(when.epoch, when.step, when.batch, call, when.rank)
         try:
             if _overridden():
                 with undisturbed():
-                    self._keep(step, point, moment, tensor, wish, note)
+                    self._keep(step, point, step.at(call), tensor, wish, note)
             else:
-                self._keep(step, point, moment, tensor, wish, note)
+                self._keep(step, point, step.at(call), tensor, wish, note)
         except Exception as error:
             self.failed(point, error)
 
@@ -295,19 +306,19 @@ class Recording:
         look = _look(step, tensor)
         if not look.holds(wish, in_memory=self._writer is None):
             self._take(look, tensor, wish)
-        said: Mapping[str, str] = {**note, **look.note} if note else look.note
+        said = {**note, **(look.note or {})} if note else look.note
+        summary = look.summary if wish.summary else None
         if self._writer is not None:
-            self._writer.write(point, moment, blob=look.blob, summary=look.summary if wish.summary else None, note=said)
+            self._writer.write(point, moment, blob=look.blob, summary=summary, note=said)
             look.blob = None
         else:
-            self._remember(
-                point, moment, look.copy if wish.tensor else None, look.summary if wish.summary else None, said
-            )
+            self._pending.append((point, moment, look.copy if wish.tensor else None, summary, said))
         self._ledger.recorded(point)
 
     def _take(self, look: _Look, tensor: torch.Tensor, wish: Wish) -> None:
         """Take what is wanted of a tensor and not there yet; on an accelerator it is only started here."""
-        values, look.note = plain(tensor)
+        values, said = plain(tensor)
+        look.note = said or None
         if wish.summary and (look.summary is None or (wish.level == "full" and look.level != "full")):
             start = summarize if values.device.type == "cpu" else self._devices.of
             look.summary, look.level = start(values, level=wish.level), wish.level
@@ -317,30 +328,17 @@ class Recording:
             lease = self._pool.copy(values)
             look.blob = Blob(dtype_name(values.dtype), tuple(values.shape), values.nbytes, lease.data, lease.release)
 
-    def _remember(
-        self,
-        point: Point,
-        moment: Moment,
-        copy: Callable[[], torch.Tensor] | None,
-        summary: Summary | Callable[[], Summary] | None,
-        note: Mapping[str, str],
-    ) -> None:
-        run = self._memory
-        assert run is not None
-
-        def settle() -> None:
-            kept = None if copy is None else copy()
-            run.add(point, moment, tensor=kept, summary=summary() if callable(summary) else summary, note=note)
-
-        self._pending.append((point, settle))
-
     def _settle(self) -> None:
         """Move what waits into the run in memory; copies from a device have then arrived."""
         with self._lock:
             pending, self._pending = self._pending, []
-        for point, settle in pending:
+        run = self._memory
+        if run is None:
+            return
+        for point, moment, copy, summary, note in pending:
             try:
-                settle()
+                kept = None if copy is None else copy()
+                run.add(point, moment, tensor=kept, summary=summary() if callable(summary) else summary, note=note)
             except Exception as error:
                 self.failed(point, error)
 

@@ -147,7 +147,9 @@ class Plan:
 
     def wish(self, due: tuple[bool, ...], point: Point) -> Wish:
         """Return what the taps that are due want of a point; the answer is remembered."""
-        known = self._due.setdefault(due, {})
+        known = self._due.get(due)
+        if known is None:
+            known = self._due.setdefault(due, {})
         wish = known.get(point)
         if wish is None:
             wish = known[point] = self._wish(due, point)

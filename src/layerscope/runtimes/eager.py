@@ -137,6 +137,7 @@ class _Watcher:
         self.pid = os.getpid()
         self.latest: Step | None = None
         self.closed = False
+        self.points: dict[tuple[str, Side, Leaf], Point] = {}
 
     def close(self) -> None:
         self.closed = True
@@ -165,7 +166,7 @@ class _Watcher:
                     edge = get_gradient_edge(tensor)
                     sources.append((leaf, edge.node, edge.output_nr))
         if "input" in sides and not repeated:
-            self._deliver(step, name, "input", index, argument_leaves(args, kwargs), describe(args or None))
+            self._deliver(step, name, "input", index, argument_leaves(args, kwargs), args or None)
 
     def exit(self, name: str, sides: frozenset[Side], value: object) -> None:
         local = self.local
@@ -178,7 +179,7 @@ class _Watcher:
             if call.repeated:
                 self.sink.recomputed(name)
             elif "output" in sides:
-                self._deliver(step, name, "output", call.number, leaves(value), describe(value))
+                self._deliver(step, name, "output", call.number, leaves(value), value)
             if "grad_output" in sides:
                 self._follow_outputs(call, value)
             if call.sources:
@@ -188,24 +189,20 @@ class _Watcher:
             self.sink.end(step, failed=failed)
 
     def _deliver(
-        self,
-        step: Step,
-        name: str,
-        side: Side,
-        index: int,
-        found: Iterator[tuple[Leaf, torch.Tensor]],
-        otherwise: str,
+        self, step: Step, name: str, side: Side, number: int, found: list[tuple[Leaf, torch.Tensor]], value: object
     ) -> None:
-        nothing = True
+        if not found:
+            self.sink.empty(Point(name, side), because=f"its {side} holds no tensor: {describe(value)}")
+            return
         self.local.looking = True
         try:
             for leaf, tensor in found:
-                nothing = False
-                self.sink.seen(step, Point(name, side, leaf), tensor, call=index)
+                point = self.points.get((name, side, leaf))
+                if point is None:
+                    point = self.points.setdefault((name, side, leaf), Point(name, side, leaf))
+                self.sink.seen(step, point, tensor, call=number)
         finally:
             self.local.looking = False
-        if nothing:
-            self.sink.empty(Point(name, side), because=f"its {side} holds no tensor: {otherwise}")
 
     def _repeat(self, name: str) -> tuple[Step, int]:
         """Find which call a recomputation repeats: the backward pass goes through them from the last to the first."""

@@ -9,7 +9,7 @@ a generator) is left closed, because looking into it could change it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -18,21 +18,24 @@ from layerscope.points import Leaf
 __all__ = ["argument_leaves", "describe", "leaves"]
 
 _DEEPEST = 32  # a structure nested deeper than this refers to itself
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
 
 
-def leaves(value: object, *, at: Leaf = ()) -> Iterator[tuple[Leaf, torch.Tensor]]:
-    """Yield every tensor in `value` with the path that leads to it, in order."""
+def leaves(value: object) -> list[tuple[Leaf, torch.Tensor]]:
+    """Return every tensor in `value` with the path that leads to it, in order."""
     if isinstance(value, torch.Tensor):
-        yield at, value
-    elif len(at) < _DEEPEST:
-        for key, child in _children(value):
-            yield from leaves(child, at=(*at, key))
+        return [((), value)]
+    found: list[tuple[Leaf, torch.Tensor]] = []
+    _collect(value, (), found)
+    return found
 
 
-def argument_leaves(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[tuple[Leaf, torch.Tensor]]:
-    """Yield the tensors of a call: positional arguments by number, keyword arguments by name."""
-    yield from leaves(args)
-    yield from leaves(kwargs)
+def argument_leaves(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[tuple[Leaf, torch.Tensor]]:
+    """Return the tensors of a call: positional arguments by number, keyword arguments by name."""
+    found: list[tuple[Leaf, torch.Tensor]] = []
+    _collect(args, (), found)
+    _collect(kwargs, (), found)
+    return found
 
 
 def describe(value: object) -> str:
@@ -40,14 +43,28 @@ def describe(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _children(value: object) -> Iterator[tuple[int | str, object]]:
+def _collect(value: object, at: Leaf, found: list[tuple[Leaf, torch.Tensor]]) -> None:
+    for key, child in _children(value):
+        if isinstance(child, torch.Tensor):
+            found.append(((*at, key), child))
+        elif type(child) not in _ATOMS and len(at) < _DEEPEST:
+            _collect(child, (*at, key), found)
+
+
+def _children(value: object) -> Iterable[tuple[int | str, object]]:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return enumerate(value)  # type: ignore[arg-type]
     if isinstance(value, Mapping):  # a ModelOutput is an OrderedDict first
-        for key, child in value.items():
-            yield (key if isinstance(key, int) and not isinstance(key, bool) else str(key)), child
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        yield from zip(value._fields, value, strict=True)
-    elif isinstance(value, (tuple, list)):
-        yield from enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield field.name, getattr(value, field.name, None)
+        return [(_key(key), child) for key, child in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return ()
+
+
+def _key(key: object) -> int | str:
+    return key if isinstance(key, int) and not isinstance(key, bool) else str(key)
