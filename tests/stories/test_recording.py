@@ -248,7 +248,7 @@ def test_every_point_asked_for_is_there_or_missing_with_its_reason():
     assert set(reasons) == {"attn.out_proj:output", "attn:grad_output"}
     assert reasons["attn.out_proj:output"].startswith("called functionally")
     assert reasons["attn:grad_output"].startswith("no gradient arrived")
-    assert rec.run.missing == rec.completeness.missing
+    assert rec.run.missing == rec.completeness.missing == rec.missing
     assert not rec.run.complete
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from layerscope import __version__
 from layerscope.errors import Unsupported
 from layerscope.recorder.copying import plain, undisturbed
 from layerscope.recorder.taps import Level, Plan
@@ -58,7 +59,12 @@ def about(
         },
         mode=mode,
         runtime="eager",
-        versions={"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        versions={
+            "layerscope": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
         device=str(parameters[0].device) if parameters else "cpu",
         seed=torch.initial_seed(),
         weights=fingerprints,

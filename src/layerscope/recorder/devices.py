@@ -160,7 +160,7 @@ class _Lane:
         self._most = min(_MOST, torch.cuda.mem_get_info(device)[0] // 4)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._stage = torch.empty(_STAGE, dtype=torch.uint8, pin_memory=True)
+        self._stage = torch.empty(_STAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._queue: SimpleQueue[_Cargo] = SimpleQueue()
         threading.Thread(target=self._carry, name=f"layerscope-{device}", daemon=True).start()
 
@@ -227,7 +227,7 @@ class _Lane:
 
     def bring(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         """Return a contiguous tensor of plain numbers as an array; in the lane's thread."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self.copy([(tensor, _bytes(host))])
         return host.numpy()
 

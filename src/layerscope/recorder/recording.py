@@ -30,7 +30,7 @@ from layerscope.runtimes import eager, find
 from layerscope.runtimes.sink import Step
 from layerscope.schedules import Schedule
 from layerscope.stats import Summary, prepare, summarize
-from layerscope.store import Blob, Completeness, MemoryRun, Run, Writer, open_run
+from layerscope.store import Blob, Completeness, MemoryRun, Missing, Run, Writer, open_run
 
 __all__ = ["Recording", "record"]
 
@@ -232,6 +232,11 @@ class Recording:
             raise RuntimeError("nothing is recorded before the block begins: `with record(...) as rec:`.")
         self.flush()
         return self._memory if self.to is None else open_run(self.to)  # type: ignore[return-value]
+
+    @property
+    def missing(self) -> list[Missing]:
+        """What was asked for and has no record, with the reason; known once the block has ended."""
+        return [] if self.completeness is None else list(self.completeness.missing)
 
     # What the runtime tells (the sink) ----------------------------------------------------------
 
