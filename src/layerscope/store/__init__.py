@@ -1,0 +1,35 @@
+"""The run on disk: the seam between what records and what compares.
+
+    writer = Writer("runs/fp32", Manifest(mode="fp32"))
+    run = open_run("runs/fp32")
+
+The README beside this file states the format.
+"""
+
+from __future__ import annotations
+
+from layerscope.store.manifest import Completeness, Dropped, Manifest, Missing
+from layerscope.store.memory import MemoryRun
+from layerscope.store.reader import Entry, Reader
+from layerscope.store.recovery import Damage, Recovery, recover
+from layerscope.store.run import Run, open_run
+from layerscope.store.table import Table
+from layerscope.store.writer import Blob, Writer
+
+__all__ = [
+    "Blob",
+    "Completeness",
+    "Damage",
+    "Dropped",
+    "Entry",
+    "Manifest",
+    "MemoryRun",
+    "Missing",
+    "Reader",
+    "Recovery",
+    "Run",
+    "Table",
+    "Writer",
+    "open_run",
+    "recover",
+]

@@ -1,0 +1,356 @@
+"""Open a run and read it: lazily, without a copy where that is possible, and never bytes that were not written.
+
+    run = open_run("runs/fp32")
+    run.tensor("model.layers.3", step=0)
+
+Readers take no lock and write nothing into the run. A run that is being written shows what was acknowledged when it
+was opened, or last refreshed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from layerscope.errors import Damaged, NotARun
+from layerscope.store.address import (
+    PARTIAL,
+    SEALED,
+    Address,
+    Folder,
+    LocalFolder,
+    folder,
+    is_journal,
+    rank_folder,
+    rank_of,
+    segment,
+)
+from layerscope.store.checksum import crc32c
+from layerscope.store.dtypes import nbytes, stored
+from layerscope.store.index import Index, Row, cached
+from layerscope.store.journal import lines, rest_of
+from layerscope.store.manifest import NAME, Completeness, Manifest
+from layerscope.store.reader import Reader, T
+from layerscope.store.recovery import Damage
+from layerscope.store.segment import ROOM, Placed
+
+if TYPE_CHECKING:
+    import torch
+
+    from layerscope.stats import Summary
+
+__all__ = ["Run", "open_run"]
+
+# A manifest of a hundred thousand modules takes about 10 MB.
+_LARGEST_MANIFEST = 256 << 20
+
+
+def open_run(address: Address) -> Run:
+    """Open a run by path, `file://` or any fsspec address; raises NotARun with what was found there instead."""
+    files = folder(address)
+    for recognise in RECOGNISERS:
+        run = recognise(files)
+        if run is not None:
+            return run
+    raise NotARun(
+        f"{files.address} is not a run: {files.found()}. A run is a folder with {NAME} and rank-00000/journal in it"
+    )
+
+
+def native(files: Folder) -> Run | None:
+    """Recognise a run in layerscope's own layout."""
+    names = files.names()
+    ranks = [rank for name in names if (rank := rank_of(name)) is not None]
+    has_journal = any(is_journal(name) for rank in ranks for name in files.names(rank_folder(rank)))
+    try:
+        manifest = _read_manifest(files, NAME)
+    except Damaged:
+        return Run(files) if has_journal else None
+    return Run(files) if manifest is not None or has_journal else None
+
+
+RECOGNISERS: tuple[Callable[[Folder], Run | None], ...] = (native,)
+
+
+@final
+class Run(Reader):
+    """What one execution left on disk.
+
+    `notes` says in sentences what was odd when it was opened: a manifest that does not read, a torn last line.
+    `damaged` lists the journal lines that could not be read, `replaced` counts the records that gave way to a later
+    one of the same point and moment.
+    """
+
+    def __init__(self, files: Folder) -> None:
+        super().__init__()
+        self.address = files.address
+        self.notes: list[str] = []
+        self._files = files
+        self._table: Index | None = None
+        self._verified: set[tuple[int, int, int]] = set()
+        self._journal_part = lru_cache(maxsize=8)(files.read)
+        self.refresh()
+
+    def __repr__(self) -> str:
+        return f"Run({self.address!r}, {len(self)} records, {self.state})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_run, (self.address,)  # a run travels by its address
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the run says about itself; the completeness is that of all ranks together."""
+        return self._manifest
+
+    @property
+    def replaced(self) -> int:
+        """How many records gave way to a later one of the same point and moment."""
+        return int(self._ask(lambda index: index.replaced))
+
+    @property
+    def damaged(self) -> list[Damage]:
+        """The journal lines that could not be read; each may have been a record."""
+        found = self._ask(lambda index: index.damage)
+        return [Damage(journal, f"byte {at}: {reason}") for journal, at, reason in found]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the recording ended in order, holds everything that was asked for, and reads."""
+        return super().complete and not self.damaged
+
+    def refresh(self) -> None:
+        """See what has been written since the run was opened."""
+        self._mind_forks()
+        with self._lock:
+            self.notes = []
+            self._manifest = self._read_manifests()
+            if self._table is not None and not _caught_up(self._table, self._files):
+                self._rebuilt()
+            for name, end in self._index().consumed.items():
+                left = self._files.size(name) - end
+                if left > 0:
+                    self.notes.append(f"{name} ends in {left} bytes of a line that is being written, or was torn")
+
+    def close(self) -> None:
+        """Close the index; tensors that were read stay valid."""
+        with self._lock:
+            if self._table is not None:
+                self._table.close()
+                self._table = None
+
+    # Manifests ----------------------------------------------------------------------------------
+
+    def _read_manifests(self) -> Manifest:
+        root = self._manifest_or_note(NAME)
+        ranks = [rank for name in self._files.names() if (rank := rank_of(name)) is not None]
+        own = {rank: self._manifest_or_note(f"{rank_folder(rank)}/{NAME}") for rank in ranks if rank != 0}
+        if 0 in ranks or not ranks:
+            own[0] = root
+        parts = [m.completeness if m is not None else Completeness(state="unknown") for m in own.values()]
+        first = root or next((m for m in own.values() if m is not None), None) or Manifest(started="")
+        return replace(first, completeness=Completeness.of_ranks(parts))
+
+    def _manifest_or_note(self, name: str) -> Manifest | None:
+        try:
+            manifest = _read_manifest(self._files, name)
+        except Damaged as error:
+            self.notes.append(f"{name} cannot be read ({error}); the records are read from the journals")
+            return None
+        if manifest is None:
+            self.notes.append(f"{name} is not there; the records are read from the journals")
+        return manifest
+
+    # The index ----------------------------------------------------------------------------------
+
+    def _index(self) -> Index:
+        if self._table is None:
+            path = cached(self._files)
+            for attempt in (path, path, None) if path is not None else (None,):
+                try:
+                    self._table = Index(attempt)
+                    break
+                except sqlite3.Error:
+                    _remove(path)
+            assert self._table is not None
+            if not _caught_up(self._table, self._files):
+                self._rebuilt()
+        return self._table
+
+    def _forget_index(self) -> None:
+        self._table = None
+
+    def _rebuilt(self) -> Index:
+        """Make the index anew, in memory: the file in the cache is damaged, locked or in the way."""
+        if self._table is not None:
+            _remove(self._table.path)
+            self._table.close()
+        self._table = Index()
+        self._table.catch_up(self._files)
+        return self._table
+
+    def _ask(self, question: Callable[[Index], T]) -> T:
+        self._mind_forks()
+        with self._lock:
+            try:
+                return question(self._index())
+            except sqlite3.Error:
+                return question(self._rebuilt())
+
+    # Records ------------------------------------------------------------------------------------
+
+    def _line(self, row: Row) -> bytearray:
+        """Return the journal line of a record, once it says what the index says."""
+        if self._is_local:
+            raw = self._files.read(row.journal, offset=row.at, length=row.size)
+        else:
+            raw = self._journal_part(row.journal)[row.at : row.at + row.size]
+        found = next(lines(raw), None)
+        if found is None or found.record != row.facts:
+            reason = found.damage if found is not None and found.damage else "it is another line now"
+            raise Damaged(f"{self._place(row)}: its line in {row.journal} cannot be read: {reason}")
+        return raw
+
+    def _nbytes(self, row: Row) -> int:
+        return 0 if row.facts.placed is None else row.facts.placed.length
+
+    def _rest(self, row: Row) -> tuple[Summary | None, dict[str, Any]]:
+        value, note = rest_of(self._line(row))
+        if value is None:
+            return None, note
+        from layerscope.stats import Summary
+
+        try:
+            return Summary.from_json(value), note
+        except (KeyError, TypeError, ValueError) as error:
+            raise Damaged(f"{self._place(row)}: its summary does not read back ({error})") from error
+
+    def _tensor(self, row: Row, rows: range | None) -> torch.Tensor:
+        facts = row.facts
+        placed, dtype, shape = facts.placed, facts.dtype, facts.shape
+        if placed is None or dtype is None or shape is None:
+            raise Damaged(f"{self._place(row)}: its line names no bytes")
+        if nbytes(dtype, shape) != placed.length:
+            raise Damaged(f"{self._place(row)}: {placed.length} bytes are not a {dtype} tensor of shape {list(shape)}")
+        mapped = self._mapped_file(row, placed)
+        if rows is None:
+            flat = self._bytes(row, placed, mapped)
+            return _as_tensor(flat, dtype, shape)
+        key = (row.folder, placed.segment, placed.offset)
+        if key not in self._verified:
+            self._bytes(row, placed, mapped)
+            self._verified.add(key)
+        each = placed.length // shape[0] if shape[0] else 0
+        first, last = (rows.start, max(rows.start, rows.stop)) if len(rows) else (0, 0)
+        part = Placed(placed.segment, placed.offset + first * each, (last - first) * each, -1)
+        flat = self._bytes(row, part, mapped, verify=False)
+        return _as_tensor(flat, dtype, (last - first, *shape[1:]))[:: rows.step]
+
+    def _bytes(self, row: Row, placed: Placed, mapped: str | None, *, verify: bool = True) -> torch.Tensor:
+        """Return a stretch of a segment as a torch tensor of bytes, checked against its checksum."""
+        import torch
+
+        end = placed.offset + placed.length
+        if not placed.length:
+            flat = torch.empty(0, dtype=torch.uint8)
+        elif mapped is not None:
+            # A private mapping of its own for each tensor: what the caller writes into it nobody else sees, and no
+            # file stays open however many are alive.
+            storage: Any = torch.UntypedStorage.from_file(mapped, False, end)
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage, placed.offset, (placed.length,), (1,))
+        else:
+            flat = torch.frombuffer(self._read(row, placed), dtype=torch.uint8)
+        if verify and crc32c(flat.numpy()) != placed.crc32c:
+            raise Damaged(f"{self._place(row)}: the bytes in {self._file(row)} are not what was written (checksum)")
+        return flat
+
+    def _mapped_file(self, row: Row, placed: Placed) -> str | None:
+        """Return the sealed local segment that holds a record; None when it must be read: not sealed, not local.
+
+        A file that is still being written is never mapped: cutting it under a reader would be a SIGBUS.
+        """
+        if not isinstance(self._files, LocalFolder):
+            return None
+        path = f"{self.address}/{self._stem(row)}{SEALED}"
+        try:
+            size = os.stat(path).st_size  # noqa: PTH116  (five times a Path's price, and every read pays it)
+        except FileNotFoundError:
+            return None
+        self._check_end(row, placed, size)
+        return path
+
+    def _read(self, row: Row, placed: Placed) -> bytearray:
+        stem = self._stem(row)
+        # The writer may seal between two attempts.
+        for name in (stem + SEALED, stem + PARTIAL, stem + SEALED):
+            with contextlib.suppress(FileNotFoundError):
+                self._check_end(row, placed, self._files.size(name))
+                data = self._files.read(name, offset=placed.offset, length=placed.length)
+                if len(data) == placed.length:
+                    return data
+                raise Damaged(f"{self._place(row)}: {name} ends before its bytes do")
+        raise Damaged(f"{self._place(row)}: there is neither {stem}{SEALED} nor {stem}{PARTIAL}")
+
+    def _check_end(self, row: Row, placed: Placed, size: int) -> None:
+        """Refuse an offset outside the file before anything is allocated for it."""
+        if placed.offset < ROOM or placed.offset + placed.length > size:
+            raise Damaged(
+                f"{self._place(row)}: bytes {placed.offset} to {placed.offset + placed.length} "
+                f"are not inside {self._file(row)}, which has {size}"
+            )
+
+    @property
+    def _is_local(self) -> bool:
+        return isinstance(self._files, LocalFolder)
+
+    def _stem(self, row: Row) -> str:
+        number = -1 if row.facts.placed is None else row.facts.placed.segment
+        return f"{rank_folder(row.folder)}/{segment(number)}"
+
+    def _file(self, row: Row) -> str:
+        return f"{self.address}/{self._stem(row)}"
+
+    def _place(self, row: Row) -> str:
+        return f"{row.facts.point} at {row.facts.moment} in {self.address}"
+
+
+def _read_manifest(files: Folder, name: str) -> Manifest | None:
+    try:
+        if files.size(name) > _LARGEST_MANIFEST:
+            raise Damaged(f"it has {files.size(name)} bytes")
+        return Manifest.loads(files.read(name))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return None
+
+
+def _caught_up(index: Index, files: Folder) -> bool:
+    try:
+        index.catch_up(files)
+    except sqlite3.Error:
+        return False
+    return True
+
+
+def _remove(path: Path | None) -> None:
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _as_tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """View bytes as a tensor; where they begin at an odd address for the dtype, copy them to a good one first."""
+    import torch
+
+    if flat.data_ptr() % stored(dtype).itemsize or flat.storage_offset() % stored(dtype).itemsize:
+        flat = flat.clone()
+    if dtype != "complex32":
+        return flat.view(getattr(torch, dtype)).view(shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+        return flat.view(torch.complex32).view(shape)

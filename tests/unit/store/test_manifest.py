@@ -1,0 +1,113 @@
+"""manifest.py: run.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from layerscope.errors import Damaged, NewerFormat, NotARun
+from layerscope.store.manifest import Completeness, Dropped, Manifest, Missing
+
+FULL = Manifest(
+    model={"class": "Llama", "lr": math.inf},
+    mode="bf16",
+    runtime="eager",
+    versions={"torch": "2.13.0"},
+    device="cpu",
+    seed=7,
+    weights={"a.b": "0" * 32},
+    taps=["model.layers.*"],
+    aliases={"attn": ["model.layers.0.self_attn:output"]},
+    shared={"b": "a"},
+    settings={"note": "NaN", "</script>": ["../../x"]},
+    started="2026-11-15T06:00:00+00:00",
+    completeness=Completeness(
+        "interrupted", 3, 4, 12, 1, [Missing("a:output", "never called")], [Dropped("b:output", 2, "disk", "step=1")]
+    ),
+)
+
+
+def test_it_reads_back():
+    assert Manifest.loads(FULL.dumps()) == FULL
+
+
+def test_it_is_json_for_anybody_and_says_what_it_is():
+    value = json.loads(FULL.dumps(), parse_constant=pytest.fail)
+    assert (value["format"], value["version"]) == ("layerscope", 1)
+    assert value["model"] == {"class": "Llama", "lr": "Infinity"}
+    assert value["completeness"]["dropped"] == [{"point": "b:output", "count": 2, "reason": "disk", "first": "step=1"}]
+
+
+def test_keys_of_a_later_minor_are_passed_over():
+    value = json.loads(FULL.dumps()) | {"colour": "blue"}
+    assert Manifest.loads(json.dumps(value)) == FULL
+
+
+def test_a_newer_format_is_refused_with_the_way_out():
+    value = json.loads(FULL.dumps()) | {"version": 2}
+    with pytest.raises(NewerFormat, match="written by format 2; this layerscope reads up to 1: upgrade") as caught:
+        Manifest.loads(json.dumps(value))
+    assert isinstance(caught.value, NotARun)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "other"},
+        {"version": None},
+        {"version": "1"},
+        {"version": True},
+        {"version": 0},
+        {"model": 5},
+        {"aliases": {"a": 5}},
+        {"aliases": {"a": [5]}},
+        {"weights": {"a": 5}},
+        {"taps": "x"},
+        {"seed": "x"},
+        {"completeness": 3},
+        {"completeness": {"state": 3}},
+        {"completeness": {"records": -1}},
+        {"completeness": {"missing": [3]}},
+        {"completeness": {"missing": [{"point": 1, "reason": "x"}]}},
+        {"completeness": {"dropped": {"a": 1}}},
+    ],
+)
+def test_a_manifest_with_wrong_contents_is_damaged_and_not_a_crash(change):
+    with pytest.raises(Damaged):
+        Manifest.loads(json.dumps(json.loads(FULL.dumps()) | change))
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 100_000, FULL.dumps()[:-20].encode()])
+def test_what_is_not_a_manifest_is_damaged(text):
+    with pytest.raises(Damaged):
+        Manifest.loads(text)
+
+
+def test_ranks_add_up_to_the_worst_state():
+    a = Completeness("complete", 3, 4, 12, 1, [Missing("x", "r")], [Dropped("x", 1, "r", "step=0")])
+    b = Completeness("interrupted", 2, 4, 8, 0, [Missing("x", "r"), Missing("y", "r")])
+    both = Completeness.of_ranks([a, b])
+    assert both == Completeness(
+        "interrupted", 3, 4, 20, 1, [Missing("x", "r"), Missing("y", "r")], [Dropped("x", 1, "r", "step=0")]
+    )
+    assert Completeness.of_ranks([a, Completeness("recording")]).state == "recording"
+    assert Completeness.of_ranks([a, Completeness("invented")]).state == "invented"
+    assert Completeness.of_ranks([]).state == "unknown"
+
+
+def test_a_second_recording_into_the_run_adds_to_the_first():
+    first = Completeness("complete", 3, 4, 12, 1, [Missing("x", "never called"), Missing("y", "never called")])
+    second = Completeness("complete", 2, 5, 8, 0, [Missing("z", "never called")])
+    both = first.followed_by(second, recorded=["x"])
+    assert (both.forwards, both.points, both.records, both.recomputed) == (5, 5, 20, 1)
+    assert [m.point for m in both.missing] == ["y", "z"]
+
+
+def test_a_second_manifest_speaks_and_loses_no_name():
+    later = Manifest(mode="int8", taps=["b"], aliases={"c": ["c:output"]}, started="later")
+    both = replace(FULL, taps=["a"]).followed_by(later)
+    assert (both.mode, both.taps, both.started) == ("int8", ["a", "b"], FULL.started)
+    assert set(both.aliases) == {"attn", "c"}

@@ -1,0 +1,85 @@
+"""memory.py: what is special about a run that is never written."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from layerscope.points import Moment, Point
+from layerscope.store import Completeness, Manifest, MemoryRun, Missing
+
+
+def test_the_tensor_is_the_one_that_was_added():
+    run, x = MemoryRun(Manifest(mode="x")), torch.ones(3)
+    run.add(Point("a"), Moment(), tensor=x, note={"k": 1})
+    assert run.tensor("a") is x
+    assert (run.address, run.manifest.mode) == ("memory", "x")
+    assert next(run.records()).note == {"k": 1}
+
+
+def test_what_is_added_after_a_question_is_found_by_the_next():
+    run = MemoryRun()
+    run.add(Point("a"), Moment(), tensor=torch.ones(1))
+    assert len(run) == 1
+    run.add(Point("b"), Moment(), tensor=torch.ones(1))
+    run.add(Point("a"), Moment(), tensor=torch.zeros(1))
+    assert (len(run), run.replaced, run.tensor("a").item()) == (2, 1, 0)
+
+
+def test_closing_states_completeness_as_the_writer_does():
+    run = MemoryRun()
+    run.add(Point("a"), Moment(), tensor=torch.ones(1))
+    assert run.state == "recording"
+    missing = [Missing("b:output", "never called")]
+    assert run.close(forwards=2, points=2, missing=missing) == Completeness("complete", 2, 2, 1, 0, missing)
+    assert (run.state, run.missing, run.complete) == ("complete", missing, False)
+
+
+def test_adding_costs_no_more_than_a_list():
+    run, x, point, moment = MemoryRun(), torch.ones(1), Point("a"), Moment()
+    best = 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(100):
+            run.add(point, moment, tensor=x)
+        best = min(best, (time.perf_counter() - start) / 100)
+    assert best < 20e-6
+
+
+def test_threads_may_ask_while_others_add():
+    run = MemoryRun()
+    errors = []
+
+    def add() -> None:
+        for n in range(300):
+            run.add(Point(threading.current_thread().name), Moment(step=n), tensor=torch.ones(1))
+
+    def ask() -> None:
+        try:
+            for _ in range(30):
+                run.points, len(run)
+        except Exception as error:  # the test's own report
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, name=f"t{n}") for n, work in enumerate([add, add, ask, ask])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(run) == 600
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_may_ask_too():
+    run = MemoryRun()
+    run.add(Point("a"), Moment(), tensor=torch.ones(1))
+    assert len(run) == 1
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if len(run) == 1 and str(run.points[0]) == "a:output" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
