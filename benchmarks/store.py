@@ -5,10 +5,12 @@
 Writing: `Writer` (background thread, crc32c, journal, seal) from the first record to the closed run, against `os.write`
 of the same buffers into one file; once with bytes that are still in the processor's cache, as a recorder that keeps up
 has them, and once with bytes that waited in a long queue. Reading: `Run.tensor` (crc32c verified) against `os.pread` of
-the same stretches; once into memory of each tensor's own, which is what a caller gets and keeps, and once dropping each
-tensor, against one buffer read into again and again, which never leaves the cache.
+the same stretches; once into memory of each tensor's own, which is what a caller gets and keeps (16 at a time), and
+once dropping each tensor, against one buffer read into again and again, which never leaves the cache.
 
-Rounds are interleaved in one process; medians of the ratios within a round, and their range.
+Rounds are interleaved in one process; medians of the ratios within a round, and their range. Every file is removed as
+soon as its time is taken, so that each way gets the pages the one before gave back: on a virtual machine, pages that
+were free for a while may have to be fetched from the host first.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,49 +72,45 @@ def measure(folder: Path, *, size: int, count: int, rounds: int = ROUNDS) -> dic
             writer.write(point, Moment(), blob=Blob("bfloat16", shape, size, lambda each=each: each))
         assert writer.close().records == count
 
-    def read_raw_kept() -> None:
-        fd = os.open(raw, os.O_RDONLY)
-        kept = [os.pread(fd, size, n * size) for n in range(count)]
-        os.close(fd)
-        del kept
+    def remove() -> None:
+        raw.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
-    def read_raw_reused() -> None:
+    def read_raw(keep: int) -> None:
         fd = os.open(raw, os.O_RDONLY)
+        kept = deque(maxlen=keep)
         for n in range(count):
-            os.preadv(fd, [buffer], n * size)
+            if keep:
+                kept.append(os.pread(fd, size, n * size))
+            else:
+                os.preadv(fd, [buffer], n * size)
         os.close(fd)
 
-    def read_run_kept() -> None:
-        kept = [run.tensor(point) for point in points]
-        del kept
-
-    def read_run() -> None:
+    def read_run(keep: int) -> None:
+        kept = deque(maxlen=keep)
         for point in points:
-            run.tensor(point)
+            kept.append(run.tensor(point))
 
     seconds: dict[str, list[float]] = {}
-
-    def note(name: str, work: Callable[[], object]) -> None:
-        spent = timed(work)
-        if turn:  # the first round warms up: fresh memory, imports
-            seconds.setdefault(name, []).append(spent)
-
     for turn in range(rounds + 1):
+        spent: dict[str, float] = {}
         for name, data in (("in cache", in_cache), ("queued", queued)):
-            raw.unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
-            works: list[tuple[str, Callable[[], object]]] = [
-                (f"write raw, {name}", lambda data=data: write_raw(data)),
-                (f"write, {name}", lambda data=data: write_run(data)),
-            ]
-            for label, work in works if turn % 2 else reversed(works):
-                note(label, work)
+            ways = [(f"write raw, {name}", write_raw), (f"write, {name}", write_run)]
+            for label, write in ways if turn % 2 else reversed(ways):
+                spent[label] = timed(lambda write=write, data=data: write(data))
+                remove()
+        write_raw(queued)
+        write_run(queued)
         run = open_run(path)
-        note("read raw, kept", read_raw_kept)
-        note("read, kept", read_run_kept)
-        note("read raw, one buffer", read_raw_reused)
-        note("read, dropped", read_run)
+        spent["read raw, kept"] = timed(lambda: read_raw(16))
+        spent["read, kept"] = timed(lambda: read_run(16))
+        spent["read raw, one buffer"] = timed(lambda: read_raw(0))
+        spent["read, dropped"] = timed(lambda: read_run(0))
         run.close()
+        remove()
+        if turn:  # the first round warms up: fresh memory, imports
+            for label, value in spent.items():
+                seconds.setdefault(label, []).append(value)
     return seconds
 
 

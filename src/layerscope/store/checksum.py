@@ -8,20 +8,25 @@ number at about 0.8 GB/s.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "bytes_of", "crc32c", "crc32c_numpy", "text"]
+__all__ = ["Alongside", "Bytes", "bytes_of", "crc32c", "crc32c_numpy", "text"]
 
 Bytes = npt.NDArray[np.uint8]
 
 # google-crc32c keeps the interpreter lock while it works: 1 MiB is 40 microseconds of somebody else's time.
 _PIECE = 1 << 20
+
+# Handing over to another thread and back takes as long as summing this much.
+_WORTH_A_THREAD = 512 << 10
 
 
 def bytes_of(data: Any) -> Bytes:
@@ -46,6 +51,57 @@ def crc32c(data: Any, value: int = 0) -> int:
 def text(value: int) -> str:
     """Write a checksum as it stands in the files: eight hexadecimal digits."""
     return f"{value:08x}"
+
+
+@final
+class Alongside:
+    """Sums bytes in a thread of its own while the caller does something else with them: writes them, for one.
+
+    Of a 3 MiB tensor on its way to a tmpfs this hides the whole cost, an eighth of the time (and where both processors
+    are busy it gains nothing and loses nothing). Not for two callers at once.
+    """
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[Bytes | None] = SimpleQueue()
+        self._answers: SimpleQueue[int | BaseException] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def of(self, data: Bytes) -> Callable[[], int]:
+        """Begin to sum, and return what waits for the sum; it must be called before the next begins."""
+        if data.size < _WORTH_A_THREAD or not self._is_started():
+            return lambda: crc32c(data)
+        self._asked.put(data)
+        return self._answer
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread = None
+
+    def _is_started(self) -> bool:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="layerscope-checksum", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads, or an interpreter that is ending
+                return False
+            self._thread = thread
+        return True
+
+    def _run(self) -> None:
+        while (data := self._asked.get()) is not None:
+            try:
+                self._answers.put(crc32c(data))
+            except BaseException as error:  # it belongs to whoever asked
+                self._answers.put(error)
+            del data
+
+    def _answer(self) -> int:
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
 
 @cache

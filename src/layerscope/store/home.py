@@ -108,13 +108,13 @@ class LocalHome(Home):
         _check_is_run(self._files, append=append)
         path = self._files.path / self._under
         self._made = _make_folders(path)
-        if not (path / JOURNAL).exists():
-            self._made.append(path / JOURNAL)
         journal = None
         try:
             journal = Journal(path / JOURNAL)
             record = segment = 0
-            if journal.size > 0:
+            if journal.size == 0:
+                self._made.append(journal.path)  # locked and empty: it is ours to remove
+            else:
                 if not append:
                     raise RunExists(_exists(self.address))
                 left = seal_leftovers(journal, rank=self._rank)
@@ -122,15 +122,15 @@ class LocalHome(Home):
                 self._read_before(self._files, records=left.lines)
             return Appender(journal, rank=self._rank, record=record, segment=segment, limits=limits, failed=failed)
         except BaseException:
+            self._remove_made()
             if journal is not None:
                 journal.close()
-            self._remove_made()
             raise
 
     def undo(self, appender: Appender) -> None:
-        """Remove the folders and the journal that were made."""
-        appender.disown()
+        """Remove the folders and the journal that were made, while they are still locked."""
         self._remove_made()
+        appender.disown()
 
     def put(self, manifest: Manifest) -> None:
         """Replace `run.json` whole; a rank other than 0 creates the run's where there is none yet."""

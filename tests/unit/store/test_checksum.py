@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 
 import google_crc32c
 import numpy as np
 import pytest
 
 from layerscope.store import checksum
-from layerscope.store.checksum import bytes_of, crc32c, crc32c_numpy, text
+from layerscope.store.checksum import Alongside, bytes_of, crc32c, crc32c_numpy, text
 
 # RFC 3720, appendix B.4, and the check value of the CRC catalogue.
 KNOWN = [
@@ -75,3 +77,43 @@ def test_a_buffer_with_holes_is_refused():
 
 def test_it_is_written_with_eight_digits():
     assert text(0xAB) == "000000ab"
+
+
+def test_alongside_gives_the_same_numbers_small_and_large():
+    alongside = Alongside()
+    for size in (0, 10, 1 << 20, 3 << 20, 7, 2 << 20):
+        data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+        assert alongside.of(data)() == google_crc32c.value(data.tobytes())
+    alongside.close()
+
+
+def test_alongside_really_works_beside_the_caller_and_its_thread_ends():
+    alongside, data = Alongside(), np.zeros(1 << 20, np.uint8)
+    before = threading.active_count()
+    answer = alongside.of(data)
+    assert threading.active_count() == before + 1
+    assert answer() == google_crc32c.value(bytes(1 << 20))
+    alongside.close()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_alongside_hands_an_error_to_whoever_asked_and_goes_on(monkeypatch):
+    alongside, data = Alongside(), np.zeros(1 << 20, np.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(checksum, "_extend", lambda: 1 / 0)
+        answer = alongside.of(data)
+        with pytest.raises(ZeroDivisionError):
+            answer()
+    assert alongside.of(data)() == google_crc32c.value(bytes(1 << 20))
+    alongside.close()
+
+
+def test_alongside_sums_itself_where_no_thread_can_be_had(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert Alongside().of(np.zeros(1 << 20, np.uint8))() == google_crc32c.value(bytes(1 << 20))

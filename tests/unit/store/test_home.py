@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 
 import pytest
 
-from layerscope.errors import RunExists
+from layerscope.errors import RunBusy, RunExists
 from layerscope.points import Moment
 from layerscope.store import Manifest, open_run
 from layerscope.store.appender import Limits
@@ -76,3 +77,19 @@ def test_only_rank_0_replaces_the_runs_manifest(address):
         home.put(Manifest(mode=f"rank {rank}"))
         home.finish()
         assert open_run(address).manifest.mode == ("rank 2" if rank == 2 else "rank 0")
+
+
+def test_who_comes_second_takes_nothing_from_who_came_first(tmp_path, monkeypatch):
+    first, appender = begun(tmp_path / "run")
+    journal = tmp_path / "run/rank-00000/journal"
+    with monkeypatch.context() as patch:  # the second looks just before the first has made anything
+        patch.setattr(Path, "exists", lambda self: self != journal and self.parent != journal.parent and _exists(self))
+        with pytest.raises(RunBusy):
+            begun(tmp_path / "run")
+    appender.append("a:output", Moment())
+    appender.close()
+    first.put(Manifest())
+    assert len(open_run(tmp_path / "run")) == 1
+
+
+_exists = Path.exists

@@ -216,10 +216,11 @@ def test_threads_and_files_are_gone_after_close(tmp_path, write):
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    write(tmp_path / "first", [("a", Moment(), ONES)]).close()
+    large = np.zeros(1 << 20, np.uint8)  # its checksum is taken in a thread as well
+    write(tmp_path / "first", [("a", Moment(), large)]).close()
     threads, files = threading.active_count(), open_files()
     for n in range(50):
-        write(tmp_path / f"run{n}", [("a", Moment(), ONES)]).close()
+        write(tmp_path / f"run{n}", [("a", Moment(), large)]).close()
     deadline = time.monotonic() + 5
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
