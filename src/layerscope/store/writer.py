@@ -41,6 +41,9 @@ __all__ = ["Blob", "Writer"]
 # What a record without a tensor takes of the budget: its summary and its place in the queue.
 _SMALL = 4096
 
+# How many summaries' texts are remembered, each with its summary, so that an id cannot come to mean another.
+_TEXTS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Blob:
@@ -109,6 +112,7 @@ class Writer:
         self._stuck = -1  # the tick at which a write waited in vain: no second one waits before the next tick
         self._points: dict[str, None] = {}
         self._records = 0
+        self._texts: dict[int, tuple[Summary, str]] = {}
         self._closing: Completeness | None = None
         self._completeness: Completeness | None = None
         limits = Limits(segment_bytes, segment_tensors, 8 * segment_tensors)
@@ -250,7 +254,7 @@ class Writer:
             data = bytes_of(blob.data())
             if data.size != expected:
                 raise ValueError(f"{data.size} bytes for a {blob.dtype} of shape {list(blob.shape)}: not {expected}")
-        rest = rest_text(self._summary(item), item.note)
+        rest = self._summary(item) + rest_text(note=item.note)
         try:
             self._appender.append(
                 point,
@@ -267,17 +271,27 @@ class Writer:
         self._records += 1
         self._points[point] = None
 
-    def _summary(self, item: _Item) -> dict[str, Any] | None:
-        """Return the record's summary as JSON; one that fails is counted as lost, and the tensor is kept."""
+    def _summary(self, item: _Item) -> str:
+        """Return the line's part with the summary; one that fails is counted as lost, and the tensor is kept.
+
+        An output that is the next module's input has one summary and two records: its text is made once.
+        """
         try:
             summary = item.summary() if callable(item.summary) else item.summary
-            return None if summary is None else summary.to_json()
+            if summary is None:
+                return ""
+            known = self._texts.get(id(summary))
+            if known is None:
+                if len(self._texts) >= _TEXTS:
+                    self._texts.clear()
+                known = self._texts[id(summary)] = summary, rest_text(summary.to_json())
+            return known[1]
         except Exception as error:
             if item.blob is None:
                 raise
             reason = f"its summary failed, its tensor is kept: {type(error).__name__}: {error}"
             self._losses.count(str(item.point), str(item.moment), reason)
-            return None
+            return ""
 
     def _finish(self) -> None:
         assert self._closing is not None

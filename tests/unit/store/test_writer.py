@@ -545,3 +545,31 @@ def test_a_run_json_that_cannot_be_written_at_the_end_is_said_and_not_raised(tmp
     assert "Read-only file system" in said(caplog)[0]
     run = open_run(tmp_path / "run")
     assert (run.state, run.tensor("a").tolist()) == ("recording", [1, 1, 1, 1])
+
+
+def test_a_summary_shared_by_two_records_is_written_out_once_and_read_by_both(tmp_path):
+    import numpy as np
+
+    from layerscope.stats import Summary, summarize
+
+    written = []
+
+    class Counted(Summary):
+        __slots__ = ()
+
+        def to_json(self):
+            written.append(self)
+            return Summary.to_json(self)
+
+    plain = summarize(np.arange(6, dtype=np.float32))
+    fields = {name: getattr(plain, name) for name in Summary.__dataclass_fields__}
+    shared, other = Counted(**fields), Counted(**fields)
+    writer = Writer(tmp_path / "run", Manifest())
+    writer.write(Point("a"), Moment(), summary=shared)
+    writer.write(Point("b", "input", (0,)), Moment(), summary=shared, note={"within": "x"})
+    writer.write(Point("c"), Moment(), summary=other)
+    writer.close()
+    assert len(written) == 2
+    entries = list(open_run(tmp_path / "run").records())
+    assert [entry.summary for entry in entries] == [plain] * 3
+    assert entries[1].note == {"within": "x"}
