@@ -149,7 +149,9 @@ def test_a_value_that_refers_to_itself_ends():
     knot: list = [torch.ones(1)]
     knot.append(knot)
     model = zoo.Holder(lambda m, x: m.block(x)[0], block=zoo.Holder(lambda m, x: knot))
-    assert len(seen(model, {"block": {"output"}}, torch.ones(1)).records) == 33
+    assert [str(p) for _, p, _ in seen(model, {"block": {"output"}}, torch.ones(1)).records] == ["block:output[0]"]
+    knot += [knot, knot]  # walked naively, two to the power of the depth
+    assert len(seen(model, {"block": {"output"}}, torch.ones(1)).records) == 1
 
 
 def test_a_side_without_tensors_is_told_with_its_reason():
@@ -226,6 +228,43 @@ def test_an_interrupt_leaves_the_next_forward_a_new_step():
             model(torch.zeros(2))
         model(torch.ones(2))
     assert texts(sink) == ["layer:output step=1"]
+
+
+def test_after_an_interrupt_nothing_outside_the_model_counts_as_inside_it():
+    def forward(m, x):
+        if x.sum() == 0:
+            raise KeyboardInterrupt
+        return m.layer(x)
+
+    model = zoo.Holder(forward, layer=nn.Identity())
+    sink = Seen()
+    with eager.watch(model, {"layer": {"output"}}, sink, ops=lambda name: "sin" if "sin" in name else None):
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.zeros(2))
+        torch.ones(2).sin()
+        model.layer(torch.ones(2))
+    assert texts(sink) == ["layer:output step=1"]
+
+
+def test_a_part_called_on_its_own_is_one_step_whatever_is_tapped_in_it():
+    model = zoo.Holder(lambda m, x: m.part(x), part=nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    sink = Seen()
+    with eager.watch(model, {"part.0": {"output"}, "part.2": {"output"}}, sink):
+        model.part(torch.ones(1, 2))
+    assert [m.step for m, _, _ in sink.records] == [0, 0]
+
+
+def test_tracing_and_compiling_pass_through():
+    model, (x,) = zoo.plain()
+    plain = model(x)
+    sink = Seen()
+    with eager.watch(model, {name: {"input", "output"} for name in ("", "0", "1", "2")}, sink):
+        traced = torch.jit.trace(model, (x,))
+        exported = torch.export.export(model, (x,)).module()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert sink.failures == []
+    for out in (traced(x), exported(x), compiled):
+        torch.testing.assert_close(out, plain)
 
 
 def test_a_sink_that_raises_does_not_reach_the_model():
@@ -422,6 +461,70 @@ def test_recomputation_is_told_apart_and_not_recorded_twice(reentrant):
     oracle = with_full_backward_hooks(plain, "two.0", lambda: plain(y).sum().backward())
     torch.testing.assert_close(gradients["two.0"], oracle["grad_output"][0])
     assert set(gradients) == {"one.0", "two.0"}
+
+
+def test_reentrant_gradients_of_several_forwards_keep_their_steps():
+    from torch.utils.checkpoint import checkpoint
+
+    model = zoo.Holder(lambda m, x: checkpoint(m.a, x, use_reentrant=True), a=nn.Linear(3, 3))
+    x, y = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    sink = Seen()
+    with eager.watch(model, {"a": {"grad_output", "grad_input"}}, sink):
+        first, second = model(x).pow(2).sum(), model(y).pow(3).sum()
+        first.backward()
+        second.backward()
+    found = {(m.step, p.side): t for m, p, t in sink.records}
+    torch.testing.assert_close(found[0, "grad_output"], 2 * model.a(x).detach())
+    torch.testing.assert_close(found[1, "grad_output"], 3 * model.a(y).detach().square())
+    torch.testing.assert_close(found[0, "grad_input"], x.grad)
+    torch.testing.assert_close(found[1, "grad_input"], y.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_module_called_twice_inside_one_region_keeps_its_call_numbers(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    def forward(m, x, checkpointed):
+        def region(y):
+            return m.a(torch.tanh(m.a(y)))
+
+        return checkpoint(region, x, use_reentrant=reentrant) if checkpointed else region(x)
+
+    model = zoo.Holder(forward, a=nn.Linear(3, 3))
+    x = torch.randn(2, 3, requires_grad=True)
+    gradients = []
+    for checkpointed in (False, True):
+        sink = Seen()
+        with eager.watch(model, {"a": {"grad_output"}}, sink):
+            model(x, checkpointed).pow(2).sum().backward()
+        gradients.append({m.call: t for m, _, t in sink.records})
+    assert set(gradients[0]) == set(gradients[1]) == {0, 1}
+    for call in (0, 1):
+        torch.testing.assert_close(gradients[1][call], gradients[0][call])
+
+
+def test_a_tensor_that_the_module_holds_does_not_lead_the_gradient_astray():
+    def forward(m, x):
+        x = x * 1
+        m.b.held = m.a(x)
+        return m.b(x)
+
+    model = zoo.Holder(forward, a=nn.Linear(3, 3), b=zoo.Holder(lambda m, x: x * 2 + m.held))
+    sink = Seen()
+    with eager.watch(model, {"b": {"grad_input"}}, sink):
+        model(torch.randn(3, requires_grad=True)).sum().backward()
+    [(_, _, gradient)] = sink.records
+    assert gradient.tolist() == [2, 2, 2]
+
+
+def test_a_module_that_hands_its_input_on_has_a_gradient_of_its_input():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Dropout(0.5), nn.Linear(3, 3)).eval()
+    sink = Seen()
+    with eager.watch(model, {"1": {"grad_input", "grad_output"}, "2": {"grad_input"}}, sink):
+        model(torch.randn(2, 3)).sum().backward()
+    found = {str(p): t for _, p, t in sink.records}
+    assert set(found) == {"1:grad_input[0]", "1:grad_output", "2:grad_input[0]"}
+    assert_same_bits(found["1:grad_input[0]"], model[3].weight.sum(0).expand(2, 3).contiguous())
 
 
 # Operations -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import FrameType
 from typing import NamedTuple
@@ -21,7 +22,10 @@ class Call(NamedTuple):
     step: Step
     number: int  # of this call within the step
     repeated: bool  # by activation checkpointing, in the backward pass
+    follow: bool  # whether gradients will flow through it
     exception: BaseException | None  # what was being handled when the call began
+    frame: FrameType  # that makes the call; an interrupt can end it without our hooks being told
+    first_node: int  # autograd's number for the next node when the call began
     sources: list[tuple[Leaf, Node, int]]  # where the gradients of the inputs will flow to
 
 
@@ -30,8 +34,13 @@ class Local(threading.local):
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.frame: FrameType | None = None  # of the outermost call
         self.looking = False  # our own tensor operations are not the model's
+
+    def innermost(self) -> Call | None:
+        """Return the call that is running now; those that an interrupt ended unseen are taken off first."""
+        while self.calls and not _on_stack(self.calls[-1].frame):
+            self.calls.pop()
+        return self.calls[-1] if self.calls else None
 
     def finished(self, name: str) -> Call | None:
         """Take off the innermost call of `name`, and what an interrupt left above it."""
@@ -41,3 +50,11 @@ class Local(threading.local):
                 del self.calls[depth:]
                 return call
         return None
+
+
+def _on_stack(frame: FrameType) -> bool:
+    """Tell whether the call that `frame` makes is still under way on this thread."""
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None

@@ -15,14 +15,14 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._autograd import _get_sequence_nr as _next_node
 from torch.autograd.graph import Node, get_gradient_edge
 
 from layerscope.patterns import Place
-from layerscope.points import Leaf, Point, Side, unwrapped
+from layerscope.points import Leaf, Moment, Point, Side, unwrapped
 from layerscope.runtimes.calls import Call, Local
 from layerscope.runtimes.ops import OpWatch
 from layerscope.runtimes.sink import Sink, Step
@@ -36,6 +36,10 @@ _SILENT = nullcontext().__exit__
 
 # The model as it was given, where that is a wrapper and its name belongs to what it wraps.
 _WRAPPER = "<wrapper>"
+
+_GRADED: frozenset[Side] = frozenset(("grad_input", "grad_output"))
+_NOWHERE = Step(Moment())  # where a repeated call belongs that nobody follows
+_REGIONS = 1 << 14  # checkpointed regions that may wait for their backward pass
 
 
 class Modules(NamedTuple):
@@ -96,8 +100,9 @@ def watch(
     by_name, _ = modules_of(model)
     watcher = _Watcher(sink)
     places = {name: frozenset(sides) for name, sides in wanted.items()}
-    if ops is not None:  # the innermost module under way names where an operation happened
-        places = {name: places.get(name, frozenset()) for name in by_name}
+    # An operation is placed by the innermost module under way, a forward begins with the outermost.
+    company = list(by_name) if ops is not None else [above for name in wanted for above in _above(name)]
+    places |= {name: frozenset() for name in company if name in by_name and name not in places}
     root = next((name for name, module in by_name.items() if module is model), None)
     with ExitStack() as stack:
         stack.callback(watcher.close)
@@ -135,8 +140,8 @@ class _Watcher:
         self.sink = sink
         self.local = Local()
         self.pid = os.getpid()
-        self.latest: Step | None = None
         self.closed = False
+        self.regions: dict[tuple[str, int], list[tuple[Step, int]]] = {}
         self.points: dict[tuple[str, Side, Leaf], Point] = {}
 
     def close(self) -> None:
@@ -145,28 +150,31 @@ class _Watcher:
     def enter(self, name: str, sides: frozenset[Side], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         local = self.local
         repeated = torch._C._current_graph_task_id() >= 0
+        graded = bool(sides & _GRADED)
+        follow = graded and torch.is_grad_enabled()
         if repeated:
-            step, index = self._repeat(name)
+            origin = self._repeats(name) if graded else None
+            step, number = origin or (_NOWHERE, 0)
+            follow = follow and origin is not None
         else:
-            if local.calls and local.calls[0].name == name and not _on_stack(local.frame):
-                local.calls.clear()  # an interrupt left the last forward without running our hooks
-            if local.calls:
-                step = local.calls[0].step
-            else:
-                step = self.latest = self.sink.begin()
-                local.frame = sys._getframe(2)
-            index = step.call(name)
+            outer = local.innermost()
+            step = outer.step if outer is not None else self.sink.begin()
+            number = step.call(name)
+            if graded and not follow:
+                self._may_repeat(name, step, number)
         sources: list[tuple[Leaf, Node, int]] = []
-        local.calls.append(Call(name, step, index, repeated, sys.exc_info()[1], sources))
+        first_node = _next_node() if follow else 0
+        frame = sys._getframe(2)
+        local.calls.append(Call(name, step, number, repeated, follow, sys.exc_info()[1], frame, first_node, sources))
         if step.idle:
             return
-        if "grad_input" in sides and torch.is_grad_enabled():
+        if follow and "grad_input" in sides:
             for leaf, tensor in argument_leaves(args, kwargs):
                 if tensor.requires_grad:
                     edge = get_gradient_edge(tensor)
                     sources.append((leaf, edge.node, edge.output_nr))
         if "input" in sides and not repeated:
-            self._deliver(step, name, "input", index, argument_leaves(args, kwargs), args or None)
+            self._deliver(step, name, "input", number, argument_leaves(args, kwargs), args or None)
 
     def exit(self, name: str, sides: frozenset[Side], value: object) -> None:
         local = self.local
@@ -176,16 +184,15 @@ class _Watcher:
         failed = value is None and sys.exc_info()[1] is not call.exception
         step = call.step
         if not (step.idle or failed):
-            if call.repeated:
+            if call.repeated and sides:
                 self.sink.recomputed(name)
             elif "output" in sides:
                 self._deliver(step, name, "output", call.number, leaves(value), value)
-            if "grad_output" in sides:
+            if call.follow and "grad_output" in sides:
                 self._follow_outputs(call, value)
             if call.sources:
                 self._follow_inputs(call, value)
         if not local.calls and not call.repeated:
-            local.frame = None
             self.sink.end(step, failed=failed)
 
     def _deliver(
@@ -204,12 +211,24 @@ class _Watcher:
         finally:
             self.local.looking = False
 
-    def _repeat(self, name: str) -> tuple[Step, int]:
-        """Find which call a recomputation repeats: the backward pass goes through them from the last to the first."""
-        step = self.latest or self.sink.begin()
-        nth = step.recomputed.get(name, 0)
-        step.recomputed[name] = nth + 1
-        return step, max(step.calls.get(name, 1) - 1 - nth, 0)
+    def _may_repeat(self, name: str, step: Step, number: int) -> None:
+        """Remember a call made without gradients: reentrant checkpointing will repeat it with them.
+
+        Nothing inside such a region makes a node, so autograd's next number stands still and names the region.
+        """
+        region = _next_node()
+        calls = self.regions.get((name, region))
+        if calls is None or calls[-1][0] is not step:
+            if len(self.regions) >= _REGIONS:
+                self.regions.pop(next(iter(self.regions)))
+            self.regions[name, region] = calls = []
+        calls.append((step, number))
+
+    def _repeats(self, name: str) -> tuple[Step, int] | None:
+        """Find the call that a recomputation repeats; None when its own graph already leads back to it."""
+        node = torch._C._current_autograd_node()
+        calls = self.regions.get((name, node._sequence_nr() + 1)) if node is not None else None
+        return calls.pop(0) if calls else None
 
     def _follow_outputs(self, call: Call, value: object) -> None:
         for leaf, tensor in leaves(value):
@@ -223,12 +242,19 @@ class _Watcher:
         along the edges that its forward added, so the graph is walked from the outputs back to the inputs.
         """
         flows = {(id(node), nr): _Inflow(self, call, leaf, node) for leaf, node, nr in call.sources}
-        reached = {id(node) for _, node, _ in call.sources}
-        pending = [t.grad_fn for _, t in leaves(value) if t.grad_fn is not None]
+        pending: list[Node] = []
+        for _, tensor in leaves(value):
+            if tensor.requires_grad:
+                edge = get_gradient_edge(tensor)
+                passed = flows.get((id(edge.node), edge.output_nr))
+                if passed is not None:  # the input itself comes out again
+                    tensor.register_hook(passed.tell)  # type: ignore[no-untyped-call]
+                else:
+                    pending.append(edge.node)
         known: dict[int, Node] = {}
         while pending:
             node = pending.pop()
-            if id(node) in known or id(node) in reached:
+            if id(node) in known or node._sequence_nr() < call.first_node:  # made before the call: not the module's
                 continue
             known[id(node)] = node
             for position, (following, nr) in enumerate(node.next_functions):
@@ -257,6 +283,9 @@ class _Hook:
         return getattr, (nullcontext(), "__exit__")
 
     def mine(self, module: torch.nn.Module) -> bool:
+        """Whether this is our module in our process, really running: a tracer's or compiler's pass is not."""
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return False
         watcher = self.watcher
         return module is self.module and not watcher.closed and watcher.pid == os.getpid()
 
@@ -343,9 +372,7 @@ def _attach(stack: ExitStack, watcher: _Watcher, module: torch.nn.Module, name: 
     stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
 
-def _on_stack(frame: FrameType | None) -> bool:
-    """Tell whether the forward that `frame` began is still under way on this thread."""
-    here: FrameType | None = sys._getframe(1)
-    while here is not None and here is not frame:
-        here = here.f_back
-    return here is not None
+def _above(name: str) -> list[str]:
+    """Return the names of the modules that contain a module, the whole model first."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))] if name else []

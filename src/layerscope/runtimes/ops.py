@@ -39,11 +39,9 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation as it is, and look at what went in and what came out."""
         kwargs = kwargs or {}
         local = self._local
-        if local.looking or not local.calls:
-            return func(*args, **kwargs)
-        call = local.calls[-1]
-        name = self._named(func)
-        if name is None or call.step.idle or call.repeated:
+        name = self._named(func) if local.calls and not local.looking else None
+        call = local.innermost() if name is not None else None
+        if name is None or call is None or call.step.idle or call.repeated:
             return func(*args, **kwargs)
         index = call.step.call(f"op:{name}")
         note = {"within": call.name}

@@ -31,7 +31,6 @@ class Step:
     moment: Moment
     idle: bool = False
     calls: dict[str, int] = field(default_factory=dict)
-    recomputed: dict[str, int] = field(default_factory=dict)
 
     def call(self, name: str) -> int:
         """Return the number of this call of `name`; threads that share the step get different ones."""

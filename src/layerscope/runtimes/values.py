@@ -3,7 +3,7 @@
     leaves((x, {"mask": m}))       # ((0,), x), ((1, "mask"), m)
 
 Tuples, lists, mappings, named tuples, dataclasses and `ModelOutput`s are walked; any other object (a key-value cache,
-a generator) is left closed, because looking into it could change it.
+a generator) is left closed, because looking into it could change it. A container inside itself is walked once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from layerscope.points import Leaf
 
 __all__ = ["argument_leaves", "describe", "leaves"]
 
-_DEEPEST = 32  # a structure nested deeper than this refers to itself
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
 
 
@@ -26,15 +25,15 @@ def leaves(value: object) -> list[tuple[Leaf, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         return [((), value)]
     found: list[tuple[Leaf, torch.Tensor]] = []
-    _collect(value, (), found)
+    _collect(value, (), found, ())
     return found
 
 
 def argument_leaves(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[tuple[Leaf, torch.Tensor]]:
     """Return the tensors of a call: positional arguments by number, keyword arguments by name."""
     found: list[tuple[Leaf, torch.Tensor]] = []
-    _collect(args, (), found)
-    _collect(kwargs, (), found)
+    _collect(args, (), found, ())
+    _collect(kwargs, (), found, ())
     return found
 
 
@@ -43,12 +42,12 @@ def describe(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _collect(value: object, at: Leaf, found: list[tuple[Leaf, torch.Tensor]]) -> None:
+def _collect(value: object, at: Leaf, found: list[tuple[Leaf, torch.Tensor]], above: tuple[object, ...]) -> None:
     for key, child in _children(value):
         if isinstance(child, torch.Tensor):
             found.append(((*at, key), child))
-        elif type(child) not in _ATOMS and len(at) < _DEEPEST:
-            _collect(child, (*at, key), found)
+        elif type(child) not in _ATOMS and not any(child is outer for outer in (value, *above)):
+            _collect(child, (*at, key), found, (value, *above))
 
 
 def _children(value: object) -> Iterable[tuple[int | str, object]]:

@@ -1,0 +1,431 @@
+"""What recording promises on a GPU. CI has none, and skips all of this."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import layerscope as ls
+import zoo
+from asserts import assert_same_bits
+from layerscope.recorder import devices
+from layerscope.recorder.devices import Statistics, arriving
+from layerscope.stats import summarize
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
+
+BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8, torch.bool]
+WORDS = [torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+OTHERS = [torch.complex64, torch.float4_e2m1fn_x2]  # no kernel: these travel
+NAN, INF = math.nan, math.inf
+
+
+def values(dtype, size):
+    """Numbers of every magnitude, or every kind of bits."""
+    if dtype in FLOATS:
+        return (torch.randn(size) * torch.exp2(torch.randint(-30, 30, (size,)).float())).to(dtype)
+    if dtype is torch.bool:
+        return torch.rand(size) > 0.3
+    words = torch.randint(-(2**63), 2**63 - 1, (size * dtype.itemsize // 8 + 1,))
+    return words.view(torch.uint8)[: size * dtype.itemsize].view(dtype)
+
+
+def on_device(tensor, *, level="full"):
+    statistics = Statistics()
+    later = statistics.of(tensor.cuda(), level=level)
+    statistics.fetch()
+    assert statistics.kernels == "triton", "the kernels are not in use, so this would test the host against itself"
+    return later()
+
+
+def assert_like_the_cpu(summary, tensor, *, level="full"):
+    """Counts, extremes, fingerprints and sketch exactly; moments to 1e-9, of the CPU's and of numpy's."""
+    expected = summarize(tensor, level=level)
+    exact = ("count", "nan", "posinf", "neginf", "zeros", "fingerprint", "placed", "sketch", "dtype", "shape")
+    for name in exact:
+        assert getattr(summary, name) == getattr(expected, name), name
+    for name in ("first", "min", "max"):
+        assert repr(getattr(summary, name)) == repr(getattr(expected, name)), name
+    small = 1e-9 * expected.l1 / max(expected.finite, 1)  # a mean near zero has no digits of its own
+    assert summary.mean == pytest.approx(expected.mean, rel=1e-9, abs=min(small, 1e300), nan_ok=True)
+    for name in ("std", "l1", "l2", "rms"):
+        assert getattr(summary, name) == pytest.approx(getattr(expected, name), rel=1e-9, abs=0.0, nan_ok=True), name
+    if tensor.dtype in FLOATS and summary.finite and expected.absmax < 1e100:
+        finite = tensor.double().flatten().numpy()
+        finite = finite[np.isfinite(finite)].astype(np.longdouble)
+        assert summary.std == pytest.approx(float(finite.std()), rel=1e-9, abs=1e-300)
+        assert summary.l2 == pytest.approx(float(np.sqrt((finite**2).sum())), rel=1e-9, abs=1e-300)
+
+
+# Statistics -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["moments", "full"])
+@pytest.mark.parametrize("size", [1, 9, 1024, 4097, 1_000_003])
+@pytest.mark.parametrize("dtype", FLOATS + WORDS + BYTES, ids=str)
+def test_summaries_are_those_of_the_cpu(dtype, size, level):
+    tensor = values(dtype, size)
+    assert_like_the_cpu(on_device(tensor, level=level), tensor, level=level)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.full((70_000,), NAN),
+        torch.tensor([INF, -INF, 1.0, -2.0, 0.0, -0.0] * 40_000),
+        torch.cat([torch.randn(1_000_000), torch.tensor([NAN])]),
+        torch.zeros(500_000),
+        torch.tensor([-0.0, 0.0] * 2000),
+        torch.full((500_000,), -3.25),
+        torch.randn(1_000_000) + 1e4,
+        torch.cat([torch.full((2048,), 3e4), torch.rand(2_000_000)]),
+        torch.randn(1_000_000) * 1e-39,
+        torch.relu(torch.randn(1_000_000)),
+    ],
+    ids=range(10),
+)
+@pytest.mark.parametrize("level", ["moments", "full"])
+def test_numbers_that_are_not_finite_or_all_alike_have_an_answer(tensor, dtype, level):
+    tensor = tensor.to(dtype)
+    assert_like_the_cpu(on_device(tensor, level=level), tensor, level=level)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.t(),
+        lambda t: t.flatten()[1:],
+        lambda t: t[:, 3:],
+        lambda t: t[:1].expand(900, -1),
+        lambda t: t[::2, ::3],
+        lambda t: t[0, 0],
+        lambda t: t[:0],
+    ],
+    ids=["transposed", "unaligned", "columns", "expanded", "strided", "scalar", "empty"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str)
+def test_views_are_summarised_in_their_own_order(view, dtype):
+    whole = values(dtype, 64 * 300).view(64, 300)
+    statistics = Statistics()
+    assert_like_the_cpu(statistics.of(view(whole.cuda()))(), view(whole))
+    assert statistics.kernels == "triton"
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e-300, 1e-310, 1e-160, 1e155])
+def test_squares_that_leave_the_range_of_float64_do_no_harm(scale):
+    tensor = torch.randn(100_000, dtype=torch.float64) * scale
+    for level in ("moments", "full"):
+        assert_like_the_cpu(on_device(tensor, level=level), tensor, level=level)
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_what_has_no_kernel_is_summarised_on_the_host(dtype):
+    tensor = values(dtype, 5000)
+    assert on_device(tensor) == summarize(tensor)
+
+
+def test_many_tensors_of_many_kinds_keep_their_own_numbers():
+    tensors = [values((FLOATS + WORDS + BYTES)[i % 16], 1 + 37 * i) for i in range(150)]
+    levels = ["full" if i % 3 else "moments" for i in range(150)]
+    statistics = Statistics()
+    laters = [statistics.of(t.cuda(), level=level) for t, level in zip(tensors, levels, strict=True)]
+    for i in [149, 0, 77, *range(150)]:
+        assert_like_the_cpu(laters[i](), tensors[i], level=levels[i])
+
+
+def test_slots_are_used_again_step_after_step():
+    statistics = Statistics()
+    for step in range(20):
+        tensors = [torch.randn(3000 + step) * 2.0**step for _ in range(50)]
+        laters = [statistics.of(t.cuda()) for t in tensors]
+        statistics.fetch()
+        for later, tensor in zip(laters, tensors, strict=True):
+            assert_like_the_cpu(later(), tensor)
+
+
+def test_a_tensor_may_change_as_soon_as_its_statistics_are_started():
+    tensor = torch.randn(1_000_000)
+    given = tensor.cuda()
+    later = Statistics().of(given)
+    given.zero_()
+    assert_like_the_cpu(later(), tensor)
+
+
+def test_threads_may_ask_before_the_step_ends():
+    statistics = Statistics()
+    tensors = [torch.randn(5000) for _ in range(100)]
+    wrong = []
+
+    def ask(later, tensor):
+        try:
+            assert_like_the_cpu(later(), tensor)
+        except AssertionError as error:
+            wrong.append(error)
+
+    threads = []
+    for tensor in tensors:
+        threads.append(threading.Thread(target=ask, args=(statistics.of(tensor.cuda()), tensor)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+
+
+def test_streams_of_the_user_have_slots_of_their_own():
+    tensors = [torch.randn(2_000_000) for _ in range(4)]
+    streams = [torch.cuda.Stream() for _ in tensors]
+    statistics = Statistics()
+    given = [t.cuda() for t in tensors]
+    torch.cuda.synchronize()
+    laters = []
+    for tensor, stream in zip(given, streams, strict=True):
+        with torch.cuda.stream(stream):
+            laters.append(statistics.of(tensor * 2))
+    statistics.fetch()
+    for later, tensor in zip(laters, tensors, strict=True):
+        assert_like_the_cpu(later(), tensor * 2)
+
+
+def test_a_device_without_kernels_says_so_and_goes_on(monkeypatch, caplog):
+    from layerscope.stats import device
+
+    monkeypatch.setattr(device.Slots, "start", lambda *_: 1 / 0)
+    statistics = Statistics()
+    tensor = torch.randn(1000)
+    assert_like_the_cpu(statistics.of(tensor.cuda())(), tensor)
+    assert statistics.kernels == "on the host: Triton failed: ZeroDivisionError: division by zero"
+    assert "costs a copy of every tensor" in caplog.text
+
+
+# Copies -----------------------------------------------------------------------------------------
+
+
+def model_on_device(dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(64, 64), nn.Tanh()]
+    return nn.Sequential(*layers).to("cuda", dtype).train(), torch.randn(512, 64, device="cuda", dtype=dtype)
+
+
+@contextmanager
+def strict_about_synchronising():
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def one_step(record, make):
+    model, args = make()
+    args = [a.detach().cuda().requires_grad_(a.requires_grad) for a in args]
+    model.cuda()
+    torch.manual_seed(42)
+    with record(model):
+        out = model(*args)
+        loss = sum(leaf.float().nan_to_num().sum() for leaf in (out if isinstance(out, tuple) else (out,)))
+        if loss.requires_grad:
+            loss.backward()
+    grads = [p.grad for p in [*model.parameters(), *args] if p.grad is not None]
+    return [out, *grads, torch.get_rng_state(), torch.cuda.get_rng_state()]
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("make", sorted({*zoo.ALL} - {zoo.keyword_inputs}, key=repr), ids=lambda make: make.__name__)
+def test_outputs_gradients_and_rng_are_bit_identical(make, disk, tmp_path):
+    to = tmp_path / "run" if disk else None
+    plain = one_step(lambda model: nullcontext(), make)
+    recorded = one_step(lambda model: ls.record(model, "**:*", to=to, keep="both"), make)
+    assert len(plain) == len(recorded)
+    for mine, theirs in zip(recorded, plain, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_operation_in_place_does_not_reach_what_was_recorded(dtype, disk, tmp_path):
+    model, x = model_on_device(dtype)
+    with ls.record(model, ["0", "1"], to=tmp_path / "run" if disk else None, keep="both") as rec:
+        model(x)
+    before = nn.functional.linear(x, model[0].weight, model[0].bias)
+    assert (before < 0).any()
+    assert_same_bits(rec["0"], before.cpu())
+    assert_same_bits(rec["1"], before.relu().cpu())
+    assert rec.run.summary("0").min == before.min().item()
+    assert rec.run.summary("1").min == 0.0
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("dtype", FLOATS + WORDS + BYTES + OTHERS, ids=str)
+def test_tensors_of_every_dtype_read_back_equal(dtype, disk, tmp_path):
+    tensor = values(dtype, 6000).reshape(60, 100)
+    model = zoo.Holder(lambda m, x: m.inner(x), inner=zoo.Holder(lambda m, x: x.view_as(x)))
+    with ls.record(model, "inner", to=tmp_path / "run" if disk else None, keep="both") as rec:
+        model(tensor.cuda())
+    assert rec["inner"].device.type == "cpu"
+    assert_same_bits(rec["inner"], tensor)
+
+
+@pytest.mark.parametrize("keep", ["tensor", "summary", "both"])
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+def test_no_hook_synchronises(disk, keep, tmp_path):
+    model, x = model_on_device()
+    x.requires_grad_()
+    with ls.record(model, "**:*", to=tmp_path / "run" if disk else None, keep=keep) as rec:
+        with strict_about_synchronising():
+            model(x).sum().backward()
+        rec.flush()
+    assert not rec.completeness.missing
+    assert rec.completeness.records == 6 * 4
+
+
+def test_the_check_for_synchronising_can_fail():
+    model, x = model_on_device()
+    model[0].register_forward_hook(lambda module, args, out: out.cpu())
+    with pytest.raises(RuntimeError, match="synchroniz"), strict_about_synchronising():
+        model(x)
+
+
+def asleep(seconds=0.3):
+    """Keep the device busy; what is launched next runs when it wakes."""
+    torch.cuda._sleep(int(seconds * 1.7e9))
+    woken = torch.cuda.Event()
+    woken.record()
+    return woken
+
+
+@pytest.mark.parametrize("keep", ["tensor", "summary"])
+def test_the_forward_does_not_wait_for_the_device(keep):
+    model, x = model_on_device()
+    with ls.record(model, "**:*", keep=keep):
+        model(x)  # compiles
+    torch.cuda.synchronize()
+    with ls.record(model, "*", keep=keep) as rec:
+        woken = asleep()
+        model(x)
+        assert not woken.query(), "the forward ended only when the device had done its work"
+        rec.flush()
+        assert woken.query()
+    assert rec.completeness.records == 5
+
+
+def test_large_and_many_tensors_arrive():
+    sizes = [40 << 20, 1, 0, 17, 16 << 20, *[1000] * 300, (16 << 20) + 1, 70 << 20]
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in sizes]
+    hosts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    arrivals = [arriving(tensor, lambda host=host: host) for tensor, host in zip(tensors, hosts, strict=True)]
+    for tensor, arrival in zip(tensors, arrivals, strict=True):
+        assert torch.equal(arrival(), tensor.cpu())
+
+
+def test_a_full_device_makes_the_caller_wait_and_loses_nothing(monkeypatch):
+    lane = devices._lane(torch.device("cuda", 0))
+    monkeypatch.setattr(lane, "_most", 1 << 20)
+    tensors = [torch.randn(300_000, device="cuda") for _ in range(20)]
+    arrivals = [arriving(tensor, lambda: torch.empty(300_000)) for tensor in tensors]
+    for tensor, arrival in zip(tensors, arrivals, strict=True):
+        assert_same_bits(arrival(), tensor.cpu())
+    assert lane._held <= 300_000 * 4
+
+
+def test_a_small_budget_does_not_lock_hook_and_writer(tmp_path):
+    model, x = model_on_device()
+    with ls.record(model, "**:*", to=tmp_path / "run", budget=1) as rec:
+        for _ in range(5):
+            model(x).sum().backward()
+    assert not rec.completeness.dropped
+    assert rec.completeness.records >= 5 * 6 * 3
+
+
+def test_memory_of_the_host_is_free_again_only_after_the_arrival():
+    tensor = torch.ones(1000, device="cuda")
+    host = torch.zeros(1000)
+    woken = asleep()
+    arrival = arriving(tensor, lambda: host)
+    freed = threading.Event()
+    arrival.then(freed.set)
+    assert not freed.is_set()
+    assert not woken.query()
+    assert arrival().sum() == 1000
+    assert freed.wait(10)
+
+
+def test_gradients_are_those_of_autograd():
+    model, x = model_on_device()
+    torch.manual_seed(1)
+    with ls.record(model, "3:grad_output", keep="both") as rec:
+        out = model(x)
+        out.sum().backward()
+    expected = 1 - out.detach() ** 2
+    assert torch.allclose(rec.run.tensor("3:grad_output"), expected.cpu())
+    assert_like_the_cpu(rec.run.summary("3:grad_output"), rec.run.tensor("3:grad_output"))
+
+
+def test_a_model_on_a_stream_of_its_own_is_recorded():
+    model, x = model_on_device()
+    model.eval()
+    expected = model(x.clone())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with ls.record(model, "*", keep="both") as rec, torch.cuda.stream(stream):
+        for _ in range(3):
+            model(x.clone())
+    for step in range(3):
+        assert_same_bits(rec.run.tensor("4", step=step), expected.cpu())
+
+
+def test_under_inference_mode_and_a_default_device():
+    model, x = model_on_device()
+    model.eval()
+    with torch.inference_mode(), torch.device("cuda"), ls.record(model, "*", keep="both") as rec:
+        out = model(x)
+    assert_same_bits(rec["4"], out.cpu())
+    assert not rec.completeness.missing
+
+
+def test_nothing_is_recorded_while_a_graph_is_captured():
+    model, x = model_on_device()
+    model.eval()
+    expected = model(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with ls.record(model, "*", keep="both") as rec:
+        model(x)
+        rec.flush()
+        with torch.cuda.graph(graph):
+            captured = model(x)
+    captured.zero_()
+    graph.replay()
+    assert_same_bits(captured, expected)
+    assert rec.completeness.records == 5
+    assert {m.point for m in rec.completeness.missing} == {f"{i}:output" for i in range(5)}
+    assert all("while a CUDA graph is captured" in m.reason for m in rec.completeness.missing)
+
+
+def test_the_device_gets_its_memory_back():
+    model, x = model_on_device()
+    with ls.record(model, "**:*", keep="both") as rec:
+        model(x)
+    del rec
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        with ls.record(model, "**:*", keep="both") as rec:
+            model(x)
+        assert rec.completeness.records == 6 * 2
+        del rec
+        gc.collect()
+    assert torch.cuda.memory_allocated() == before
