@@ -97,9 +97,10 @@ class Arena:
 
     def copy(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Copy a plain tensor; the result is called for when it is needed, and may then wait for a device."""
-        kept = _as_tensor(self._room(tensor.nbytes), tensor)
+        shape, dtype, size = tensor.shape, tensor.dtype, tensor.nbytes
         if tensor.device.type != "cpu":
-            return arriving(tensor, kept)
+            return arriving(tensor, lambda: _as_tensor(self._room(size), dtype, shape))
+        kept = _as_tensor(self._room(size), dtype, shape)
         np.copyto(_bits(kept), _bits(tensor))
         return lambda: kept
 
@@ -126,39 +127,44 @@ class Pool:
 
     def __init__(self, budget: int) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[int, list[torch.Tensor]] = {}
+        self._idle: dict[int, list[Bytes]] = {}
         self._room = budget
 
     def copy(self, tensor: torch.Tensor) -> Lease:
         """Copy a plain tensor into a buffer of the pool, contiguously."""
-        size = 1 << max(12, (tensor.nbytes - 1).bit_length())
-        buffer = self._take(size)
-        exact = buffer[: tensor.nbytes].numpy()
-        target = _as_tensor(exact, tensor)
+        shape, dtype, exact = tensor.shape, tensor.dtype, tensor.nbytes
+        size = 1 << max(12, (exact - 1).bit_length())
+        taken: list[Bytes] = []
+
+        def room() -> torch.Tensor:
+            taken.append(self._take(size))
+            return _as_tensor(taken[0][:exact], dtype, shape)
+
         if tensor.device.type == "cpu":
-            np.copyto(_bits(target), _bits(tensor))
-            return Lease(lambda: exact, lambda: self._give(size, buffer))
-        arrival = arriving(tensor, target)
+            np.copyto(_bits(room()), _bits(tensor))
+            return Lease(lambda: taken[0][:exact], lambda: self._give(taken))
+        arrival = arriving(tensor, room)
 
         def data() -> Bytes:
             arrival()
-            return exact
+            return taken[0][:exact]
 
-        return Lease(data, lambda: arrival.then(lambda: self._give(size, buffer)))
+        return Lease(data, lambda: arrival.then(lambda: self._give(taken)))
 
-    def _take(self, size: int) -> torch.Tensor:
+    def _take(self, size: int) -> Bytes:
         with self._lock:
             idle = self._idle.get(size)
             if idle:
                 self._room += size
                 return idle.pop()
-        return torch.from_numpy(_huge(size) if size >= _SMALL else np.empty(size, np.uint8))
+        return _huge(size) if size >= _SMALL else np.empty(size, np.uint8)
 
-    def _give(self, size: int, buffer: torch.Tensor) -> None:
+    def _give(self, taken: list[Bytes]) -> None:
         with self._lock:
-            if size <= self._room:
-                self._room -= size
-                self._idle.setdefault(size, []).append(buffer)
+            for buffer in taken:
+                if buffer.size <= self._room:
+                    self._room -= buffer.size
+                    self._idle.setdefault(buffer.size, []).append(buffer)
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -167,10 +173,10 @@ def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.numpy() if word is None else tensor.view(word).numpy()
 
 
-def _as_tensor(room: Bytes, like: torch.Tensor) -> torch.Tensor:
+def _as_tensor(room: Bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     if not room.size:
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
-    return torch.from_numpy(room).view(like.dtype).view(like.shape)
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.from_numpy(room).view(dtype).view(shape)
 
 
 def _huge(size: int) -> Bytes:

@@ -1,0 +1,132 @@
+"""What a device leaves is read as the summary it stands for; its kernels are tested in runtimes/test_cuda.py."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from layerscope.stats import device, summarize
+from layerscope.stats.bits import ITEMS
+from layerscope.stats.device import Numbers, Sheet, takes
+
+
+def left_by_a_device(values, *, wide=False, power=0):
+    """Head and buckets as the kernels write them, from the definitions."""
+    exact = values.astype(np.float64)
+    finite = exact[np.isfinite(exact)]
+    scaled = np.ldexp(finite, power)
+    mean = scaled.mean() if finite.size else 0.0
+    head = np.zeros(32, np.int64)
+    real = head.view(np.float64)
+    real[:3] = mean, ((scaled - mean) ** 2).sum(), np.abs(scaled).sum()
+    real[4:6] = (finite.min(), finite.max()) if finite.size else (0.0, 0.0)
+    head[3] = finite.size
+    head[6:10] = (exact == 0).sum(), np.isnan(exact).sum(), (exact == math.inf).sum(), (exact == -math.inf).sum()
+    head[10:13] = -1, 7, power
+    real[16:26] = np.resize(exact, 10)
+    bits = finite.view(np.uint64) >> np.uint64(46) if wide else finite.astype(np.float32).view(np.uint32) >> 17
+    counted = bits[np.abs(finite) >= 2.0**-126]
+    places, counts = np.unique(counted.astype(np.int32), return_counts=True)
+    return head, places, counts.astype(np.int32)
+
+
+def read(*parts, wide=False, full=True):
+    """Put several tensors' parts on one sheet, their lists in reverse, and read it."""
+    listed = [np.concatenate([p[i] for p in reversed(parts)]) for i in (1, 2)]
+    room = len(parts) << (18 if wide else 15)
+    lists = torch.zeros((2, room if full else 0), dtype=torch.int32)
+    at = 0
+    heads = [head.copy() for head, _, _ in parts]
+    for head, (_, places, _) in reversed(list(zip(heads, parts, strict=True))):
+        head[13], head[14] = places.size, at
+        at += places.size
+    if full:
+        lists[:, :at] = torch.from_numpy(np.stack(listed))
+    sheet = Sheet(torch.from_numpy(np.stack(heads)), lists)
+    return Numbers.read(sheet, lambda *tensors: [tensor.numpy().copy() for tensor in tensors])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.random.default_rng(0).normal(size=5000).astype(np.float32),
+        np.random.default_rng(1).normal(size=300).astype(np.float32) ** 15,
+        np.array([0.0, -0.0, 1e-39, -1.5, math.nan, math.inf, -math.inf], np.float32),
+        np.array([2.5] * 9, np.float32),
+        np.array([-1.0, -2.0, -1e30], np.float32),
+    ],
+    ids=["normal", "heavy tails", "not finite", "constant", "negative"],
+)
+def test_a_sheet_reads_as_the_summary_of_its_tensor(values):
+    [numbers] = read(left_by_a_device(values))
+    summary = numbers.summary("float32", values.shape)
+    expected = summarize(values)
+    for name in ("count", "nan", "posinf", "neginf", "zeros", "min", "max", "sketch", "dtype", "shape"):
+        assert getattr(summary, name) == getattr(expected, name), name
+    for name in ("mean", "std", "l1"):
+        assert getattr(summary, name) == pytest.approx(getattr(expected, name), rel=1e-12), name
+    assert repr(summary.first) == repr(expected.first)
+    assert (summary.fingerprint, summary.placed) == (2**64 - 1, 7)
+
+
+def test_lists_of_several_tensors_are_told_apart():
+    many = [np.random.default_rng(seed).normal(size=100 + seed).astype(np.float32) for seed in range(5)]
+    sketches = [n.summary("float32", ()).sketch for n in read(*map(left_by_a_device, many))]
+    assert sketches == [summarize(values).sketch for values in many]
+
+
+def test_float64_is_scaled_back_and_has_wider_buckets():
+    values = np.random.default_rng(0).normal(size=1000) * 1e300
+    [numbers] = read(left_by_a_device(values, wide=True, power=-998), wide=True)
+    summary, expected = numbers.summary("float64", values.shape), summarize(values)
+    assert summary.sketch == expected.sketch
+    assert summary.std == pytest.approx(expected.std, rel=1e-12)
+    assert summary.l1 == pytest.approx(expected.l1, rel=1e-12)
+
+
+def test_a_sum_beyond_float64_is_infinite_as_on_the_cpu():
+    values = np.array([1.7e308] * 9 + [-1.7e308])
+    [numbers] = read(left_by_a_device(values, wide=True, power=-1022), wide=True)
+    assert numbers.summary("float64", (10,)).l1 == summarize(values).l1 == math.inf
+
+
+def test_moments_come_without_sketch_and_fingerprints():
+    values = np.array([1.0, 2.0, math.nan], np.float32)
+    [numbers] = read(left_by_a_device(values), full=False)
+    summary = numbers.summary("float32", (3,))
+    assert summary == summarize(values, level="moments")
+
+
+def test_without_a_finite_value_there_is_no_mean():
+    [numbers] = read(left_by_a_device(np.array([math.nan, math.inf], np.float32)))
+    summary = numbers.summary("float32", (2,))
+    assert math.isnan(summary.mean)
+    assert math.isnan(summary.max)
+    assert summary.l1 == 0.0
+
+
+def test_every_dtype_has_a_kernel_but_those_that_hold_two_numbers_in_one():
+    known = {str(dtype).removeprefix("torch.") for dtype in device._KINDS}
+    assert set(ITEMS) - known == {"complex32", "complex64", "complex128", "float4_e2m1fn_x2"}
+
+
+def test_more_items_than_the_counters_can_count_are_left_to_the_host():
+    assert takes(torch.empty(2**31 - 1, dtype=torch.bfloat16, device="meta"))
+    assert not takes(torch.empty(2**31, dtype=torch.bfloat16, device="meta"))
+    assert not takes(torch.empty(8, dtype=torch.complex64, device="meta"))
+
+
+def test_a_tile_is_a_whole_number_of_the_fingerprints_blocks():
+    from layerscope.stats.prints import BLOCK
+
+    assert all(kind.threads * kind.vector % BLOCK == 0 for kind in device._KINDS.values())
+    assert all(kind.vector in (4, 8) for kind in device._KINDS.values())
+
+
+def test_where_triton_is_missing_it_is_said():
+    assert bool(device.why_not()) == (device.triton is None or torch.version.hip is not None)
+    if device.triton is None:
+        assert device.why_not().startswith("Triton is not installed")
