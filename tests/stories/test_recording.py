@@ -313,6 +313,94 @@ def test_a_failed_forward_keeps_what_came_before_it():
     assert [m.step for m in rec.run.moments] == [0, 2]
 
 
+def test_forwards_that_raised_are_in_the_account():
+    model, (x,) = zoo.plain()
+    with ls.record(model, "0") as rec:
+        model(x)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.zeros(1, 3))
+    assert (rec.completeness.forwards, rec.completeness.failed) == (2, 1)
+    assert rec.completeness.state == "complete"
+    assert not rec.run.complete
+
+
+def test_a_block_that_an_exception_left_is_interrupted():
+    model, (x,) = zoo.plain()
+    stop = zoo.Holder(lambda m, x: 1 // 0)
+    with pytest.raises(ZeroDivisionError), ls.record(model, "0") as rec:
+        stop(model(x))
+    assert rec.run.state == "interrupted"
+    assert_same_bits(rec["0"], model[0](x))
+
+
+def test_a_schedule_that_raises_is_the_reason_and_the_end_of_the_block_raises():
+    model, (x,) = zoo.plain()
+
+    def wrong(moment):
+        raise KeyError("x")
+
+    with (
+        pytest.raises(RuntimeError, match=r"2 forwards ran .* its schedule raised KeyError: 'x'"),
+        ls.record(model, "0", when=ls.when(wrong)),
+    ):
+        model(model(x)[:, :1].expand(-1, 4))
+    with pytest.raises(ValueError, match="is not a schedule"):
+        ls.record(model, "0", when=5)
+
+
+def test_lazy_modules_are_recorded(tmp_path):
+    for to in (None, tmp_path / "run"):
+        model = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+        with ls.record(model, "*", to=to) as rec:
+            model(torch.ones(2, 3))
+        assert rec["0"].shape == (2, 4)
+    assert (
+        ls.open_run(tmp_path / "run").manifest.weights["0"].startswith("not fingerprinted: weight is not initialised")
+    )
+
+
+def test_operations_on_another_thread_are_missing_with_the_reason():
+    model = zoo.Holder(lambda m, x: m.a(x).softmax(-1), a=nn.Identity())
+    with ls.record(model, ["a", "op:aten.softmax"]) as rec:
+        thread = threading.Thread(target=model, args=(torch.ones(3),))
+        thread.start()
+        thread.join()
+    [missing] = rec.missing
+    assert "on the thread that began the recording" in missing.reason
+
+
+def test_a_part_that_is_compiled_is_missing_and_runs_as_before():
+    model = nn.Sequential(nn.Linear(2, 2), zoo.Holder(lambda m, x: m.inner(x).relu(), inner=nn.Linear(2, 2)))
+    x = torch.ones(1, 2)
+    model[1].compile(backend="eager", fullgraph=True)
+    plain = model(x)
+    with ls.record(model, ["0", "1.inner"]) as rec:
+        out = model(x)
+    assert_same_bits(out, plain)
+    [missing] = rec.missing
+    assert (missing.point, missing.reason.split(":")[0]) == ("1.inner:output", "compiled before the tap")
+    with pytest.raises(TypeError, match="operations cannot be watched beside compiled modules"):
+        ls.record(model, "op:aten.relu")
+
+
+def test_a_block_in_which_nothing_ran_says_so(caplog):
+    model, (x,) = zoo.plain()
+    compiled = torch.compile(model, backend="eager")
+    with ls.record(model, "0") as rec:
+        compiled(x)
+    assert "no forward of Sequential ran while recording" in caplog.text
+    assert rec.missing[0].reason == "no forward ran while recording"
+
+
+def test_a_recording_is_entered_once():
+    model, (x,) = zoo.plain()
+    recording = ls.record(model, "0")
+    with recording:
+        model(x)
+    with pytest.raises(RuntimeError, match="entered once"), recording:
+        pass
+
+
 def test_a_tensor_that_cannot_be_stored_is_missing_and_the_model_runs_on():
     model = zoo.Holder(lambda m, x: m.sparse(x).to_dense(), sparse=zoo.Holder(lambda m, x: x.to_sparse()))
     with ls.record(model, ["sparse", "."]) as rec:

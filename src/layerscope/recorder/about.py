@@ -1,6 +1,6 @@
 """What a run says of the model it recorded: its manifest.
 
-about(model, plan, name="llama", mode="fp32", statistics="full", weights=None, on_disk=True)
+about(model, plan, name="llama", mode="fp32", statistics="full", weights=None, kernels="numba", on_disk=True)
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from layerscope import __version__
 from layerscope.errors import Unsupported
 from layerscope.recorder.copying import plain, undisturbed
 from layerscope.recorder.taps import Level, Plan
 from layerscope.runtimes import eager
-from layerscope.stats import backend, fingerprint
+from layerscope.stats import fingerprint
 from layerscope.store import Manifest
 
 __all__ = ["about"]
@@ -34,17 +35,19 @@ def about(
     mode: str | None,
     statistics: Level,
     weights: bool | None,
+    kernels: str | None,
     on_disk: bool,
 ) -> Manifest:
     """Describe a model and what is asked of it, as `run.json` states it.
 
-    `weights=None` fingerprints the parameters of models up to 8 GiB, for runs on disk.
+    `weights=None` fingerprints the parameters of models up to 8 GiB, for runs on disk; `kernels` is what makes the
+    statistics, where some are asked for.
     """
     kind = type(model)
     by_name, shared = eager.modules_of(model)
-    parameters = list(model.parameters())
-    size = sum(tensor.nbytes for tensor in [*parameters, *model.buffers()])
-    settings: dict[str, Any] = {"statistics": statistics, "kernels": backend()} if plan.counts else {}
+    parameters = [parameter for parameter in model.parameters() if not is_lazy(parameter)]
+    size = sum(tensor.nbytes for tensor in [*parameters, *model.buffers()] if not is_lazy(tensor))
+    settings: dict[str, Any] = {"statistics": statistics, "kernels": kernels} if kernels else {}
     fingerprints: dict[str, str] = {}
     if weights or (weights is None and on_disk and size <= _MOST):
         fingerprints = _fingerprints(by_name)
@@ -90,6 +93,8 @@ def _fingerprints(modules: dict[str, torch.nn.Module]) -> dict[str, str]:
 def _fingerprint(own: list[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in own:
+        if is_lazy(tensor):
+            return f"not fingerprinted: {name} is not initialised yet"
         try:
             values, _ = plain(tensor)
             digest.update(f"{name}={fingerprint(values.cpu())};".encode())

@@ -8,6 +8,8 @@ clock.set(epoch=2, batch=7)     # until the next `set`, every forward belongs to
 from __future__ import annotations
 
 import threading
+from operator import index
+from typing import SupportsIndex
 
 from layerscope.points import Moment
 
@@ -30,12 +32,18 @@ class Clock:
         self._named: Moment | None = None  # by the caller
         self._used = False
 
-    def set(self, *, epoch: int | None = None, step: int | None = None, batch: int | None = None) -> None:
+    def set(
+        self,
+        *,
+        epoch: SupportsIndex | None = None,
+        step: SupportsIndex | None = None,
+        batch: SupportsIndex | None = None,
+    ) -> None:
         """Say what comes next; what is left out goes on counting."""
-        for word, value in (("epoch", epoch), ("step", step), ("batch", batch)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise ValueError(f"{word}={value!r} is not a moment; give a whole number from 0 on.")
+        epoch, step, batch = _whole("epoch", epoch), _whole("step", step), _whole("batch", batch)
         with self._lock:
+            if self._named is not None and (epoch, step, batch) == (self._epoch, self._named.step, self._named.batch):
+                return  # the moment that holds already: its forwards go on being calls of one step
             if self._named is not None and self._used:
                 self._step, self._batch = self._named.step + 1, self._named.batch + 1
             self._named, self._used = None, False
@@ -56,3 +64,15 @@ class Clock:
             self._step += 1
             self._batch += 1
             return moment
+
+
+def _whole(word: str, value: SupportsIndex | None) -> int | None:
+    if value is None:
+        return None
+    try:
+        number = -1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"{word}={value!r} is not a moment; give a whole number from 0 on.")
+    return number

@@ -37,6 +37,7 @@ class Ledger:
         self._failures: dict[Point, str] = {}
         self._called: set[str] = set()
         self._due: set[int] = set()
+        self._schedule: str | None = None
         self._ops: set[str] = set()
 
     @property
@@ -46,14 +47,20 @@ class Ledger:
 
     @property
     def any_due(self) -> bool:
-        """Whether any tap's schedule ever said yes."""
-        return bool(self._due)
+        """Whether any tap's schedule ever said yes, or failed to say."""
+        return bool(self._due) or self._schedule is not None
 
     def began(self, due: tuple[bool, ...]) -> None:
         """Count a forward, and the taps that were due in it."""
         with self._lock:
             self.forwards += 1
             self._due.update(tap for tap, on in enumerate(due) if on)
+
+    def unscheduled(self, error: Exception) -> None:
+        """Take down that a schedule raised, and say it the first time."""
+        if self._schedule is None:
+            self._schedule = f"its schedule raised {type(error).__name__}: {error}"
+            _log.warning("a schedule raised %s: %s; the forward is not recorded", type(error).__name__, error)
 
     def ended(self, called: dict[str, int], *, failed: bool) -> None:
         """Take down which modules a forward called."""
@@ -108,7 +115,7 @@ class Ledger:
         if not self.forwards:
             return "no forward ran while recording"
         if not any(point in points for tap, points in enumerate(plan.points) if tap in self._due):
-            return f"its schedule was never due in {self.forwards} forwards"
+            return self._schedule or f"its schedule was never due in {self.forwards} forwards"
         if point.name not in self._called:
             return eager.why_silent(model, point.name)
         if point.side.startswith("grad"):
@@ -125,4 +132,4 @@ class Ledger:
         names = sorted(set(map(op_name, self._ops)))
         near = difflib.get_close_matches(pattern.removeprefix("op:"), names, n=3, cutoff=0.3)
         ran = f"; nearest of the {len(names)} that did: {', '.join(near)}" if near else ""
-        return f"no such operation ran in the forward{ran}"
+        return f"no such operation ran in a forward on the thread that began the recording{ran}"

@@ -6,9 +6,11 @@ with record(model, "model.layers.*", to="runs/fp32") as rec:
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,23 +20,27 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from layerscope import ranks
-from layerscope.errors import Incomplete, NothingRecorded
+from layerscope.errors import Incomplete, NothingRecorded, Unsupported
 from layerscope.points import Moment, Point
 from layerscope.recorder.about import about
 from layerscope.recorder.clock import Clock
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.ledger import Ledger
-from layerscope.recorder.taps import Keep, Level, Plan, Wish, plan, taps_of
+from layerscope.recorder.taps import Keep, Level, Plan, Wish, plan, schedule_of, taps_of
 from layerscope.runtimes import eager, find
 from layerscope.runtimes.sink import Step
 from layerscope.schedules import Schedule
-from layerscope.stats import Summary, prepare, summarize
+from layerscope.stats import Summary, backend, prepare, summarize
 from layerscope.store import Blob, Completeness, MemoryRun, Missing, Run, Writer, open_run
 
 __all__ = ["Recording", "record"]
 
+_log = logging.getLogger("layerscope")
 _BUDGET = 512 << 20
+_SILENT_BLOCK = (
+    "it was not called, or it was called through torch.compile, where hooks added after compiling never fire"
+)
 
 # A record on its way into a run in memory; copy and summary may still have to arrive from a device.
 _Copy = Callable[[], torch.Tensor]
@@ -60,11 +66,16 @@ def record(
 
     `taps` is a pattern (`"model.layers.*"`), a list of them, a mapping alias -> pattern, or `Tap`s with wishes of their
     own. `keep` is `"tensor"` (the default in memory), `"both"` (the default on disk), `"summary"`, or a function of a
-    tensor whose result is kept instead. `when` is a schedule (`every(100) | first(3)`, or its text). What cannot be
-    recorded is listed under `missing` and the model's run goes on; `on_error="raise"` raises at the end of the block.
-    If forwards ran and no tap that was due saw anything, the end of the block always raises. `name` and
+    tensor whose result is kept instead; it is given the live tensor, and must not change it. `when` is a schedule
+    (`every(100) | first(3)`) or its text.
+
+    What cannot be recorded is listed under `missing` and the model's run goes on; `on_error="raise"` raises at the end
+    of the block. If forwards ran and no tap that was due saw anything, the end of the block always raises. `name` and
     `mode` are what the run says of its model. `weights` asks for the fingerprints of the model's parameters (by default
     for runs on disk of models up to 8 GiB); `budget` bounds the bytes that wait for the disk.
+
+    A tensor seen before is recognised as the same object at the same version. What changes it without changing its
+    version (`.data`, numpy, a kernel of one's own) goes unnoticed until the next tensor.
     """
     if on_error not in ("record", "raise"):
         raise ValueError(f"on_error={on_error!r} is not known; use 'record' or 'raise'.")
@@ -76,8 +87,14 @@ def record(
         eager.points(model),
         eager.modules_of(model).shared,
         default=_default(keep, statistics, on_disk=to is not None),
-        when=Schedule.parse(when) if isinstance(when, str) else when,
+        when=schedule_of(when),
     )
+    compiled = eager.compiled_parts(model)
+    if any(planned.ops) and compiled:
+        raise Unsupported(
+            f"operations cannot be watched beside compiled modules ({', '.join(compiled[:3])}): the watch keeps "
+            "torch.compile from running them; record the model before it is compiled."
+        )
     settings = _Settings(to, on_error == "raise", append, statistics, name, mode, weights, budget)
     return Recording(model, planned, settings)
 
@@ -145,7 +162,7 @@ class Recording:
         self._ledger = Ledger()
         self._lock = threading.Lock()
         self._step: _Step | None = None
-        self._pending: list[_Waiting] = []
+        self._pending: deque[_Waiting] = deque()
         self._arena = Arena()
         self._pool = Pool(settings.budget)
         self._devices = Statistics()
@@ -161,8 +178,7 @@ class Recording:
         if self._memory is not None or self._writer is not None:
             raise RuntimeError("a recording is entered once; call record() again for another one.")
         settings, rank = self._settings, ranks.rank()
-        if self._plan.counts:
-            prepare(*_dtypes(self.model))  # now, rather than in the first hook
+        kernels = self._prepare()
         manifest = about(
             self.model,
             self._plan,
@@ -170,6 +186,7 @@ class Recording:
             mode=settings.mode,
             statistics=settings.statistics,
             weights=settings.weights,
+            kernels=kernels,
             on_disk=self.to is not None,
         )
         if self.to is None:
@@ -182,9 +199,19 @@ class Recording:
         try:
             self._stack.enter_context(eager.watch(self.model, self._plan.sides, self, ops=ops))
         except BaseException:
-            self._finish()
+            self._finish(state="interrupted")
             raise
         return self
+
+    def _prepare(self) -> str | None:
+        """Have the kernels ready before the first hook; return which they are, None when no statistics are wanted."""
+        counts = self._plan.counts
+        on_device = [p for p in self.model.parameters() if p.device.type != "cpu"]
+        if on_device:
+            self._devices.prepare(on_device, level=self._settings.statistics if counts else None)
+        elif counts:
+            prepare(*_dtypes(self.model))
+        return (self._devices.kernels if on_device else backend()) if counts else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -192,7 +219,7 @@ class Recording:
         try:
             self._stack.close()
         finally:
-            done = self._finish()
+            done = self._finish(state="complete" if error is None else "interrupted")
         if error is not None:
             return
         ledger = self._ledger
@@ -245,11 +272,18 @@ class Recording:
         moment = self._clock.begin()
         with self._lock:
             if self._step is None or self._step.moment is not moment:
-                due = self._plan.due(moment)
+                due = self._due(moment)
                 self._step = _Step(moment, idle=not any(due), due=due)
             step = self._step
         self._ledger.began(step.due)
         return step
+
+    def _due(self, moment: Moment) -> tuple[bool, ...]:
+        try:
+            return self._plan.due(moment)
+        except Exception as error:
+            self._ledger.unscheduled(error)
+            return (False,) * len(self._plan.taps)
 
     def end(self, step: Step, *, failed: bool) -> None:
         """Forget the tensors of the step; they are the model's again."""
@@ -335,12 +369,9 @@ class Recording:
 
     def _settle(self) -> None:
         """Move what waits into the run in memory; copies from a device have then arrived."""
-        with self._lock:
-            pending, self._pending = self._pending, []
         run = self._memory
-        if run is None:
-            return
-        for point, moment, copy, summary, note in pending:
+        while run is not None and self._pending:
+            point, moment, copy, summary, note = self._pending.popleft()
             try:
                 kept = None if copy is None else copy()
                 run.add(point, moment, tensor=kept, summary=summary() if callable(summary) else summary, note=note)
@@ -349,13 +380,18 @@ class Recording:
 
     # The end ------------------------------------------------------------------------------------
 
-    def _finish(self) -> Completeness:
+    def _finish(self, *, state: str) -> Completeness:
         if self.completeness is None:
             home = self._writer or self._memory
             assert home is not None
+            self._devices.close()
             self._settle()
+            if not self._ledger.forwards and state == "complete":
+                _log.warning("no forward of %s ran while recording: %s", type(self.model).__name__, _SILENT_BLOCK)
             self.completeness = home.close(
+                state=state,
                 forwards=self._ledger.forwards,
+                failed=self._ledger.failed_forwards,
                 points=len(self._plan.expected) + sum(map(len, self._plan.ops)),
                 recomputed=self._ledger.recomputed,
                 missing=self._ledger.missing(self._plan, self.model),

@@ -17,7 +17,7 @@ from layerscope.schedules import ALWAYS, Schedule
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Keep", "Level", "Plan", "Tap", "Wish", "plan", "taps_of"]
+__all__ = ["Keep", "Level", "Plan", "Tap", "Wish", "plan", "schedule_of", "taps_of"]
 
 Level = Literal["full", "moments"]
 Keep = Literal["tensor", "summary", "both"]
@@ -51,8 +51,7 @@ class Tap:
         if self.statistics not in (None, "full", "moments"):
             raise ValueError(f"statistics={self.statistics!r} is not known; use 'full' or 'moments'.")
         object.__setattr__(self, "patterns", patterns)
-        if isinstance(self.when, str):
-            object.__setattr__(self, "when", Schedule.parse(self.when))
+        object.__setattr__(self, "when", schedule_of(self.when))
 
     @property
     def schedule(self) -> Schedule:
@@ -169,6 +168,15 @@ class Plan:
         if callable(tap.keep):
             return Wish(summary=self.default.summary, level=level, function=tap.keep)
         return Wish(tap.keep in ("tensor", "both"), tap.keep in ("summary", "both"), level)
+
+
+def schedule_of(when: Any) -> Schedule | None:
+    """Read a schedule: a value, or its text."""
+    if when is None or isinstance(when, Schedule):
+        return when
+    if isinstance(when, str):
+        return Schedule.parse(when)
+    raise BadText(f"when={when!r} is not a schedule; write every(100) | first(3), its text, or when(function).")
 
 
 def taps_of(taps: Any) -> list[Tap]:

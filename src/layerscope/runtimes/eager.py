@@ -28,7 +28,7 @@ from layerscope.runtimes.ops import OpWatch
 from layerscope.runtimes.sink import Sink, Step
 from layerscope.runtimes.values import argument_leaves, describe, leaves
 
-__all__ = ["Modules", "modules_of", "points", "watch", "why_silent"]
+__all__ = ["Modules", "compiled_parts", "modules_of", "points", "watch", "why_silent"]
 
 # What a hook of ours becomes in a deep copy or a pickle: a call that takes anything and returns None, from the
 # standard library, so that a checkpoint saved while recording loads where layerscope is not installed.
@@ -117,13 +117,17 @@ def watch(
         yield
 
 
+def compiled_parts(model: torch.nn.Module) -> list[str]:
+    """Return the names of the modules that torch.compile runs: hooks inside them do not fire."""
+    return [name or "." for name, module in modules_of(model).by_name.items() if _is_compiled(module)]
+
+
 def why_silent(model: torch.nn.Module, name: str) -> str:
     """Say why a module that was asked for never ran, as far as the model's structure tells."""
     by_name, _ = modules_of(model)
     parts = name.split(".")
     for depth in range(len(parts), -1, -1):
-        above = by_name.get(".".join(parts[:depth]))
-        if getattr(above, "_compiled_call_impl", None) or type(above).__module__.startswith("torch._dynamo"):
+        if _is_compiled(by_name.get(".".join(parts[:depth]))):
             return "compiled before the tap: hooks do not fire inside a compiled module"
     parent = by_name.get(".".join(parts[:-1]))
     if isinstance(parent, torch.nn.MultiheadAttention) and parts[-1] == "out_proj":
@@ -370,6 +374,10 @@ def _attach(stack: ExitStack, watcher: _Watcher, module: torch.nn.Module, name: 
     after = _Exit(watcher, module, name, sides)
     stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+
+
+def _is_compiled(module: torch.nn.Module | None) -> bool:
+    return bool(getattr(module, "_compiled_call_impl", None)) or type(module).__module__.startswith("torch._dynamo")
 
 
 def _above(name: str) -> list[str]:

@@ -59,3 +59,20 @@ def test_a_named_step_is_taken_as_it_is_and_counting_goes_on_after_it():
 def test_what_is_no_moment_is_refused(wrong):
     with pytest.raises(ValueError, match="is not a moment; give a whole number from 0 on"):
         Clock().set(**wrong)
+
+
+def test_naming_the_same_moment_again_goes_on_with_it():
+    clock = Clock()
+    seen = []
+    for _ in range(3):
+        clock.set(epoch=0, step=5, batch=1)
+        seen.append(clock.begin())
+    assert seen[0] is seen[1] is seen[2]
+
+
+def test_numbers_of_numpy_are_numbers():
+    import numpy as np
+
+    clock = Clock()
+    clock.set(epoch=np.int64(2), batch=np.int32(4))
+    assert clock.begin() == Moment(2, 0, 4)
