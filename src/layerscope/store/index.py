@@ -186,6 +186,25 @@ class Index:
         return list(self._db.execute("SELECT journal, at, reason FROM damage ORDER BY journal, at"))
 
     @property
+    def written(self) -> int:
+        """How many records the journals hold, those that gave way to later ones among them."""
+        return int(self._value("SELECT ifnull(sum(records), 0) FROM journals"))
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of the tensors that were kept."""
+        return [row[0] for row in self._db.execute("SELECT DISTINCT dtype FROM records WHERE dtype IS NOT NULL")]
+
+    @property
+    def segments(self) -> list[tuple[int, int, int]]:
+        """The segments that hold tensors: the number of the rank's folder, of the segment, and its least size."""
+        query = (
+            "SELECT folder, segment, max(offset + length) FROM records WHERE segment IS NOT NULL"
+            " GROUP BY folder, segment ORDER BY folder, segment"
+        )
+        return [(folder, segment, int(end)) for folder, segment, end in self._db.execute(query)]
+
+    @property
     def consumed(self) -> dict[str, int]:
         """How far each journal has been read."""
         return dict(self._db.execute("SELECT name, consumed FROM journals"))
@@ -193,8 +212,7 @@ class Index:
     @property
     def replaced(self) -> int:
         """How many records gave way to a later one of the same point and moment."""
-        written = self._value("SELECT ifnull(sum(records), 0) FROM journals")
-        return max(0, int(written) - len(self))
+        return max(0, self.written - len(self))
 
     def __len__(self) -> int:
         return int(self._value("SELECT count(*) FROM records"))

@@ -59,7 +59,8 @@ class Dropped:
 class Completeness:
     """How much of what was asked for a run holds.
 
-    `points` is how many points were expected to fire, `records` how many records were acknowledged.
+    `points` is how many points were expected to fire, `records` how many records were acknowledged, `failed` how many
+    of the forwards raised: records of theirs are absent.
     """
 
     state: str = "recording"
@@ -69,6 +70,7 @@ class Completeness:
     recomputed: int = 0
     missing: list[Missing] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
+    failed: int = 0
 
     @classmethod
     def of_ranks(cls, parts: Iterable[Completeness]) -> Completeness:
@@ -83,6 +85,7 @@ class Completeness:
             recomputed=sum(p.recomputed for p in parts),
             missing=list(dict.fromkeys(m for p in parts for m in p.missing)),
             dropped=[d for p in parts for d in p.dropped],
+            failed=max((p.failed for p in parts), default=0),
         )
 
     def followed_by(self, later: Completeness, *, recorded: Iterable[str] = ()) -> Completeness:
@@ -99,6 +102,7 @@ class Completeness:
             recomputed=self.recomputed + later.recomputed,
             missing=[*(m for m in self.missing if m.point not in there), *later.missing],
             dropped=[*self.dropped, *later.dropped],
+            failed=self.failed + later.failed,
         )
 
 
@@ -214,7 +218,7 @@ _RIGHT: dict[str, Callable[[Any], bool]] = {
 def _completeness(value: dict[str, Any]) -> Completeness:
     known = {f.name: value[f.name] for f in fields(Completeness) if f.name in value}
     state = known.get("state", "unknown")
-    counts = [known[name] for name in ("forwards", "points", "records", "recomputed") if name in known]
+    counts = [known[name] for name in ("forwards", "points", "records", "recomputed", "failed") if name in known]
     if not _is_text(state) or not all(map(_is_count, counts)):
         raise Damaged(f"{NAME}: 'completeness' holds what it should not: {str(value)[:80]}")
     known["missing"] = _rows(Missing, known.get("missing", []))

@@ -77,10 +77,11 @@ class MemoryRun(Reader):
         points: int = 0,
         recomputed: int = 0,
         missing: Iterable[Missing] = (),
+        failed: int = 0,
         state: str = "complete",
     ) -> Completeness:
         """State how complete the run is, as `Writer.close` does."""
-        completeness = Completeness(state, forwards, points, len(self._kept), recomputed, list(missing))
+        completeness = Completeness(state, forwards, points, len(self._kept), recomputed, list(missing), failed=failed)
         self._manifest = replace(self._manifest, completeness=completeness)
         return completeness
 

@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from layerscope.errors import Ambiguous, BadText, NoSuchPoint
+from layerscope.errors import Ambiguous, BadText, LayerscopeError, NoSuchPoint
 from layerscope.points import Moment, Point, unwrapped
 from layerscope.store.index import WHEN, Index, Row
 from layerscope.store.journal import parsed
@@ -112,8 +112,17 @@ class Reader(ABC):
 
     @property
     def complete(self) -> bool:
-        """Whether the recording ended in order and holds everything that was asked for."""
-        return self.state == "complete" and not self.missing and not self.dropped
+        """Whether the recording ended in order and holds everything that was asked for.
+
+        A forward that raised has left records out, so a run with such forwards is not complete.
+        """
+        failed = self.manifest.completeness.failed
+        return self.state == "complete" and not self.missing and not self.dropped and not failed
+
+    @property
+    @abstractmethod
+    def replaced(self) -> int:
+        """How many records gave way to a later one of the same point and moment."""
 
     def __len__(self) -> int:
         return self._ask(len)
@@ -176,7 +185,11 @@ class Reader(ABC):
         return self._summary(self._one(name, _when(epoch, step, batch, call, rank)))
 
     def summaries(self) -> Table:
-        """Return the statistics of every record as rows; computed from the tensor where none were stored."""
+        """Return the statistics of every record as rows; computed from the tensor where none were stored.
+
+        A record that cannot be read has no statistics, and the reason in a column `damaged`, which is there only
+        when there is such a record.
+        """
         return Table(map(self._table_row, self._ask(lambda index: index.find())))
 
     # What the subclass knows --------------------------------------------------------------------
@@ -324,6 +337,8 @@ class Reader(ABC):
             statistics = self._summary(row).row()
         except NoSuchPoint:
             statistics = {}
+        except LayerscopeError as error:  # one bad record does not hide the others
+            statistics = {"damaged": str(error)}
         return {**where, **when, **statistics}
 
 

@@ -2,15 +2,16 @@
 
     recovery = recover("runs/fp32")       # Recovery(sealed=1, records=37, lost=[])
 
-The journal says what each `.partial` holds; every checksum is verified before the header is written. Running it
-again, or after it was itself killed, changes nothing that was right.
+The journal says what each `.partial` holds; every checksum is verified before the header is written, and those of
+the segments that were sealed already are verified too. Running it again, or after it was itself killed, changes
+nothing that was right.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from layerscope.store.address import (
     Address,
     LocalFolder,
     folder,
+    is_journal,
+    journal_order,
     rank_folder,
     rank_of,
     segment,
@@ -42,20 +45,28 @@ _PIECE = 4 << 20
 
 
 class Damage(NamedTuple):
-    """Something that was written and cannot be read: in which file, what, and of which record if that is known."""
+    """Something that was written and cannot be read: in which file, what, and of which record if that is known.
+
+    A kill in the middle of a line loses what was never `acknowledged`; everything else should not have happened.
+    """
 
     file: str
     reason: str
     point: str = ""
     moment: str = ""
+    acknowledged: bool = True
 
 
 class Recovery(NamedTuple):
-    """What `recover` did: segments sealed, records verified in them, and what is lost."""
+    """What `recover` did: segments sealed, records in them, and what is lost or damaged anywhere in the run.
+
+    `verified` counts the tensors whose bytes are what was written, in the segments that were sealed before as well.
+    """
 
     sealed: int
     records: int
     lost: list[Damage]
+    verified: int = 0
 
 
 class Leftovers(NamedTuple):
@@ -68,11 +79,14 @@ class Leftovers(NamedTuple):
     next_record: int
     next_segment: int
     next_step: int
+    verified_before: int = 0
 
 
 def recover(address: Address, *, progress: Progress | None = None) -> Recovery:
-    """Seal every partial segment of a run whose writer is gone; raises RunBusy when it is not, OSError when it cannot.
+    """Seal every partial segment of a run whose writer is gone, and verify every record's bytes.
 
+    Raises RunBusy when the writer is not gone, OSError when it cannot be done. A record that is damaged in a sealed
+    segment is named in `lost`, and the segment is left as it is.
     `progress` is called with a segment's name, records verified and records to verify.
     """
     files = folder(address)
@@ -86,18 +100,24 @@ def recover(address: Address, *, progress: Progress | None = None) -> Recovery:
     if not ranks:
         raise NotARun(f"{files.address} is not a run: {files.found()}; a run has folders rank-00000, rank-00001, ...")
     manifest = _manifest(files, NAME)
-    sealed = verified = 0
+    told = progress or (lambda name, done, total: None)
+    sealed = verified = whole = 0
     lost: list[Damage] = []
     trouble: list[OSError] = []
     for rank in ranks:
         path = files.path / rank_folder(rank)
         if not (path / JOURNAL).exists():
+            good, bad = _verify_parts(files, rank, told)
+            whole += good
+            lost += bad
             continue
         journal = Journal(path / JOURNAL)
         try:
-            left = seal_leftovers(journal, rank=rank, progress=progress or (lambda name, done, total: None))
+            left = seal_leftovers(journal, rank=rank, verify=True, progress=told)
             name = NAME if rank == 0 else f"{rank_folder(rank)}/{NAME}"
-            _settle(files, name, manifest if rank == 0 else _manifest(files, name), lines=left.lines)
+            own = manifest if rank == 0 else _manifest(files, name)
+            lost += _vanished(own, f"{rank_folder(rank)}/{JOURNAL}", left)
+            _settle(files, name, own, lines=left.lines)
         except OSError as error:  # one rank's trouble, a full disk for one, must not keep the others from being sealed
             trouble.append(error)
             continue
@@ -105,19 +125,26 @@ def recover(address: Address, *, progress: Progress | None = None) -> Recovery:
             journal.close()
         sealed += left.sealed
         verified += left.verified
+        whole += left.verified + left.verified_before
         lost += left.lost
     if trouble:
         raise trouble[0]
-    return Recovery(sealed, verified, lost)
+    return Recovery(sealed, verified, lost, whole)
 
 
-def seal_leftovers(journal: Journal, *, rank: int, progress: Progress = lambda name, done, total: None) -> Leftovers:
-    """Seal the partial segments beside a journal that the caller has locked, and cut off the journal's torn end."""
+def seal_leftovers(
+    journal: Journal, *, rank: int, verify: bool = False, progress: Progress = lambda name, done, total: None
+) -> Leftovers:
+    """Seal the partial segments beside a journal that the caller has locked, and cut off the journal's torn end.
+
+    With `verify` the records of the other segments are checked too, which reads everything.
+    """
     path = journal.path.parent
     files = LocalFolder(path)
     present = [found for name in files.names() if (found := segment_of(name)) is not None]
     partial = _numbers(present, PARTIAL) - _numbers(present, SEALED)
     wanted: dict[int, list[Record]] = {number: [] for number in partial}
+    others: dict[int, list[Record]] = {}
     lost: list[Damage] = []
     where = f"{path.name}/{JOURNAL}"
     count, next_record, next_segment, next_step = 0, 0, max((number for number, _ in present), default=-1) + 1, 0
@@ -135,10 +162,15 @@ def seal_leftovers(journal: Journal, *, rank: int, progress: Progress = lambda n
         next_step = max(next_step, line.record.step + 1)
         if line.record.placed is not None:
             next_segment = max(next_segment, line.record.placed.segment + 1)
-            wanted.get(line.record.placed.segment, []).append(line.record)
+            number = line.record.placed.segment
+            if number in partial:
+                wanted[number].append(line.record)
+            elif verify:
+                others.setdefault(number, []).append(line.record)
     damaged = bool(lost)
     if torn is not None:
-        lost.append(Damage(where, f"byte {torn.at}: {torn.size} bytes of a last line that was never finished"))
+        never = f"byte {torn.at}: {torn.size} bytes of a last line that was never finished"
+        lost.append(Damage(where, never, acknowledged=False))
         journal.cut(torn.at)
     elif journal.torn:
         journal.complete()
@@ -150,7 +182,9 @@ def seal_leftovers(journal: Journal, *, rank: int, progress: Progress = lambda n
         sealed += done
         verified += good
         lost += bad
-    return Leftovers(sealed, verified, lost, count, next_record, next_segment, next_step)
+    before, bad = _verify(path, others, progress)
+    lost += bad
+    return Leftovers(sealed, verified, lost, count, next_record, next_segment, next_step, before)
 
 
 def _seal(
@@ -195,6 +229,65 @@ def _seal(
     finally:
         os.close(fd)
     return True, len(taken), lost
+
+
+def _verify(path: Path, segments: Mapping[int, list[Record]], progress: Progress) -> tuple[int, list[Damage]]:
+    """Return how many records of a rank's sealed segments are what was written, and what is wrong with the others."""
+    bad = [
+        damage
+        for number, records in sorted(segments.items())
+        for damage in _damage(path / (segment(number) + SEALED), records, progress)
+    ]
+    return sum(map(len, segments.values())) - len(bad), bad
+
+
+def _verify_parts(files: LocalFolder, rank: int, progress: Progress) -> tuple[int, list[Damage]]:
+    """Verify a rank that has no journal of its own: one that was put elsewhere in parts, or has lost it."""
+    under = rank_folder(rank)
+    names = files.names(under)
+    parts = sorted(filter(is_journal, names), key=journal_order)
+    if not parts:
+        held = sum(segment_of(name) is not None for name in names)
+        reason = f"it is not there, and nothing else says what the segments hold ({held} are there)"
+        return 0, [Damage(f"{under}/{JOURNAL}", reason)]
+    lost: list[Damage] = []
+    segments: dict[int, list[Record]] = {}
+    for name in parts:
+        for line in walk(files, f"{under}/{name}", whole=True):
+            if line.damage:
+                lost.append(Damage(f"{under}/{name}", f"byte {line.at}: {line.damage}"))
+            if line.record is not None and line.record.placed is not None:
+                segments.setdefault(line.record.placed.segment, []).append(line.record)
+    verified, bad = _verify(files.path / under, segments, progress)
+    return verified, lost + bad
+
+
+def _vanished(manifest: Manifest | None, name: str, left: Leftovers) -> list[Damage]:
+    """Notice lines that are gone without a trace: a journal that was cut between two of them."""
+    said = 0 if manifest is None else manifest.completeness.records
+    there = left.lines + sum(not damage.point for damage in left.lost)
+    return [Damage(name, f"{NAME} speaks of {said} records, and it holds {left.lines}")] if there < said else []
+
+
+def _damage(sealed: Path, records: list[Record], progress: Progress) -> list[Damage]:
+    """Return what is wrong with the records of a sealed segment, which is only read."""
+    where = f"{sealed.parent.name}/{sealed.name}"
+    lost: list[Damage] = []
+    try:
+        fd = os.open(sealed, os.O_RDONLY)
+    except FileNotFoundError:
+        return [Damage(where, "it is not there", record.point, str(record.moment)) for record in records]
+    try:
+        size = os.fstat(fd).st_size
+        for done, record in enumerate(records):
+            progress(f"{sealed.parent.name}/{sealed.stem}", done, len(records))
+            reason = _wrong(fd, size, ROOM, record)
+            if reason:
+                lost.append(Damage(where, reason, record.point, str(record.moment)))
+        progress(f"{sealed.parent.name}/{sealed.stem}", len(records), len(records))
+    finally:
+        os.close(fd)
+    return lost
 
 
 def _wrong(fd: int, size: int, end: int, record: Record) -> str | None:

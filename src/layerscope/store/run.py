@@ -33,7 +33,7 @@ from layerscope.store.address import (
     segment,
 )
 from layerscope.store.checksum import crc32c
-from layerscope.store.dtypes import nbytes, stored
+from layerscope.store.dtypes import STORED, nbytes, stored
 from layerscope.store.index import Index, Row, cached
 from layerscope.store.journal import lines, rest_of
 from layerscope.store.manifest import NAME, Completeness, Manifest
@@ -83,9 +83,9 @@ RECOGNISERS: tuple[Callable[[Folder], Run | None], ...] = (native,)
 class Run(Reader):
     """What one execution left on disk.
 
-    `notes` says in sentences what was odd when it was opened: a manifest that does not read, a torn last line.
-    `damaged` lists the journal lines that could not be read, `replaced` counts the records that gave way to a later
-    one of the same point and moment.
+    `notes` says in sentences what was odd when it was opened: a manifest that does not read, a torn last line, a
+    segment that is gone. `damaged` lists what was written and cannot be read, `replaced` counts the records that gave
+    way to a later one of the same point and moment.
     """
 
     def __init__(self, files: Folder) -> None:
@@ -95,6 +95,8 @@ class Run(Reader):
         self._files = files
         self._table: Index | None = None
         self._verified: set[tuple[int, int, int]] = set()
+        self._unread: list[Damage] = []  # manifests
+        self._harmed: dict[tuple[int, int], Damage] = {}  # records that turned out damaged when they were read
         self._journal_part = lru_cache(maxsize=8)(files.read)
         self.refresh()
 
@@ -115,10 +117,20 @@ class Run(Reader):
         return int(self._ask(lambda index: index.replaced))
 
     @property
+    def state(self) -> str:
+        """How the recording ended; `damaged` when it ended in order and something of it cannot be read."""
+        ended = super().state
+        return "damaged" if ended == "complete" and self.damaged else ended
+
+    @property
     def damaged(self) -> list[Damage]:
-        """The journal lines that could not be read; each may have been a record."""
-        found = self._ask(lambda index: index.damage)
-        return [Damage(journal, f"byte {at}: {reason}") for journal, at, reason in found]
+        """What was written and cannot be read, as far as that shows without reading every tensor.
+
+        Manifests and journal lines that do not read (each line may have been a record), records whose segment is
+        gone or too short, and those whose checksum failed when they were read here. `recover` checks every byte.
+        """
+        lines = [Damage(name, f"byte {at}: {why}") for name, at, why in self._ask(lambda index: index.damage)]
+        return [*self._unread, *lines, *self._vanished(len(lines)), *self._harm().values()]
 
     @property
     def complete(self) -> bool:
@@ -129,7 +141,7 @@ class Run(Reader):
         """See what has been written since the run was opened."""
         self._mind_forks()
         with self._lock:
-            self.notes = []
+            self.notes, self._unread, self._harmed = [], [], {}
             self._manifest = self._read_manifests()
             if self._table is not None and not _caught_up(self._table, self._files):
                 self._rebuilt()
@@ -137,6 +149,8 @@ class Run(Reader):
                 left = self._files.size(name) - end
                 if left > 0:
                     self.notes.append(f"{name} ends in {left} bytes of a line that is being written, or was torn")
+            files = dict.fromkeys(damage.file for damage in self._harm().values())
+            self.notes += [f"{name} is gone, too short, or cannot hold what its journal says" for name in files]
 
     def close(self) -> None:
         """Close the index; tensors that were read stay valid."""
@@ -162,10 +176,60 @@ class Run(Reader):
             manifest = _read_manifest(self._files, name)
         except Damaged as error:
             self.notes.append(f"{name} cannot be read ({error}); the records are read from the journals")
+            self._unread.append(Damage(name, str(error)))
             return None
         if manifest is None:
             self.notes.append(f"{name} is not there; the records are read from the journals")
         return manifest
+
+    # Damage -------------------------------------------------------------------------------------
+
+    def _vanished(self, damaged_lines: int) -> list[Damage]:
+        """Notice lines that are gone without a trace: a journal that was removed, or cut between two lines."""
+        said = self._manifest.completeness.records
+        there = self._ask(lambda index: index.written)
+        if there + damaged_lines >= said:
+            return []
+        return [Damage("journal", f"{NAME} speaks of {said} records, and the journals hold {there}")]
+
+    def _harm(self) -> dict[tuple[int, int], Damage]:
+        """Return the damaged records by folder and number: what their files' sizes tell, and what reading them told."""
+        segments, dtypes = self._ask(lambda index: (index.segments, index.dtypes))
+        sizes = {(folder, number): self._segment(folder, number) for folder, number, _ in segments}
+        short = {(folder, number) for folder, number, end in segments if sizes[folder, number][1] < end}
+        strange = {dtype for dtype in dtypes if dtype not in STORED}
+        found: dict[tuple[int, int], Damage] = {}
+        for row in self._ask(lambda index: index.find()) if short or strange else ():
+            facts, placed = row.facts, row.facts.placed
+            if placed is None:
+                continue
+            name, size = sizes.get((row.folder, placed.segment), ("", -1))
+            end = placed.offset + placed.length
+            if (row.folder, placed.segment) in short and end > size:
+                why = "it is not there" if size < 0 else f"it ends at byte {size}, before the record does ({end})"
+            elif facts.dtype in strange:
+                why = f"this version knows no dtype {facts.dtype!r}"
+            else:
+                continue
+            found[row.folder, facts.record] = Damage(name, why, facts.point, str(facts.moment))
+        return found | self._harmed
+
+    def _segment(self, folder: int, number: int) -> tuple[str, int]:
+        """Return the file of a segment and its size, -1 when there is none."""
+        stem = f"{rank_folder(folder)}/{segment(number)}"
+        # The writer may seal between two attempts.
+        for name in (stem + SEALED, stem + PARTIAL, stem + SEALED):
+            with contextlib.suppress(FileNotFoundError):
+                return name, self._files.size(name)
+        return stem + SEALED, -1
+
+    def _damage(self, row: Row, reason: str, *, file: str | None = None) -> Damaged:
+        """Return the error for a record that cannot be read, and remember it."""
+        facts, placed = row.facts, row.facts.placed
+        if file is None:
+            file = row.journal if placed is None else self._segment(row.folder, placed.segment)[0]
+        self._harmed[row.folder, facts.record] = Damage(file, reason, facts.point, str(facts.moment))
+        return Damaged(f"{self._place(row)}: {reason}")
 
     # The index ----------------------------------------------------------------------------------
 
@@ -214,7 +278,7 @@ class Run(Reader):
         found = next(lines(raw), None)
         if found is None or found.record != row.facts:
             reason = found.damage if found is not None and found.damage else "it is another line now"
-            raise Damaged(f"{self._place(row)}: its line in {row.journal} cannot be read: {reason}")
+            raise self._damage(row, f"its line in {row.journal} cannot be read: {reason}", file=row.journal)
         return raw
 
     def _nbytes(self, row: Row) -> int:
@@ -229,15 +293,17 @@ class Run(Reader):
         try:
             return Summary.from_json(value), note
         except (KeyError, TypeError, ValueError) as error:
-            raise Damaged(f"{self._place(row)}: its summary does not read back ({error})") from error
+            raise self._damage(row, f"its summary does not read back ({error})", file=row.journal) from error
 
     def _tensor(self, row: Row, rows: range | None) -> torch.Tensor:
         facts = row.facts
         placed, dtype, shape = facts.placed, facts.dtype, facts.shape
         if placed is None or dtype is None or shape is None:
-            raise Damaged(f"{self._place(row)}: its line names no bytes")
+            raise self._damage(row, "its line names no bytes", file=row.journal)
         if nbytes(dtype, shape) != placed.length:
-            raise Damaged(f"{self._place(row)}: {placed.length} bytes are not a {dtype} tensor of shape {list(shape)}")
+            raise self._damage(
+                row, f"{placed.length} bytes are not a {dtype} tensor of shape {list(shape)}", file=row.journal
+            )
         mapped = self._mapped_file(row, placed)
         if rows is None:
             flat = self._bytes(row, placed, mapped)
@@ -267,7 +333,7 @@ class Run(Reader):
         else:
             flat = torch.frombuffer(self._read(row, placed), dtype=torch.uint8)
         if verify and crc32c(flat.numpy()) != placed.crc32c:
-            raise Damaged(f"{self._place(row)}: the bytes in {self._file(row)} are not what was written (checksum)")
+            raise self._damage(row, f"the bytes in {self._file(row)} are not what was written (checksum)")
         return flat
 
     def _mapped_file(self, row: Row, placed: Placed) -> str | None:
@@ -294,15 +360,16 @@ class Run(Reader):
                 data = self._files.read(name, offset=placed.offset, length=placed.length)
                 if len(data) == placed.length:
                     return data
-                raise Damaged(f"{self._place(row)}: {name} ends before its bytes do")
-        raise Damaged(f"{self._place(row)}: there is neither {stem}{SEALED} nor {stem}{PARTIAL}")
+                raise self._damage(row, f"{name} ends before its bytes do")
+        raise self._damage(row, f"there is neither {stem}{SEALED} nor {stem}{PARTIAL}")
 
     def _check_end(self, row: Row, placed: Placed, size: int) -> None:
         """Refuse an offset outside the file before anything is allocated for it."""
         if placed.offset < ROOM or placed.offset + placed.length > size:
-            raise Damaged(
-                f"{self._place(row)}: bytes {placed.offset} to {placed.offset + placed.length} "
-                f"are not inside {self._file(row)}, which has {size}"
+            raise self._damage(
+                row,
+                f"bytes {placed.offset} to {placed.offset + placed.length} "
+                f"are not inside {self._file(row)}, which has {size}",
             )
 
     @property

@@ -191,6 +191,7 @@ class Writer:
         points: int = 0,
         recomputed: int = 0,
         missing: Iterable[Missing] = (),
+        failed: int = 0,
         state: str = "complete",
     ) -> Completeness:
         """Write what waits, seal, and state in `run.json` how complete the run is. A second call returns the same.
@@ -198,7 +199,7 @@ class Writer:
         Waits as long as the disk takes what it is given, and 5 seconds when it takes nothing: then the thread goes on
         alone, the state returned is `interrupted`, and what it does not manage is for `recover`.
         """
-        asked = Completeness(state, forwards, points, 0, recomputed, list(missing))
+        asked = Completeness(state, forwards, points, 0, recomputed, list(missing), failed=failed)
         if os.getpid() != self._pid:
             return replace(asked, state="recording")
         with self._changed:

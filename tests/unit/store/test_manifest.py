@@ -111,3 +111,16 @@ def test_a_second_manifest_speaks_and_loses_no_name():
     both = replace(FULL, taps=["a"]).followed_by(later)
     assert (both.mode, both.taps, both.started) == ("int8", ["a", "b"], FULL.started)
     assert set(both.aliases) == {"attn", "c"}
+
+
+def test_forwards_that_raised_are_kept_added_up_and_absent_in_old_files():
+    some = replace(FULL, completeness=replace(FULL.completeness, failed=2))
+    assert Manifest.loads(some.dumps()).completeness.failed == 2
+    old = json.loads(some.dumps())
+    del old["completeness"]["failed"]
+    assert Manifest.loads(json.dumps(old)).completeness.failed == 0
+    two, three = Completeness(failed=2), Completeness(failed=3)
+    assert two.followed_by(three).failed == 5
+    assert Completeness.of_ranks([two, three]).failed == 3
+    with pytest.raises(Damaged):
+        Manifest.loads(some.dumps().replace('"failed": 2', '"failed": -2'))

@@ -83,3 +83,10 @@ def test_a_forked_child_may_ask_too():
     if pid == 0:
         os._exit(0 if len(run) == 1 and str(run.points[0]) == "a:output" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_run_with_forwards_that_raised_is_not_complete():
+    for failed in (0, 1):
+        run = MemoryRun(Manifest())
+        assert run.close(forwards=3, failed=failed).failed == failed
+        assert run.complete is (failed == 0)

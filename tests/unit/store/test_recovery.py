@@ -41,7 +41,7 @@ def sealed(path):
 
 
 def test_a_partial_segment_is_sealed_from_the_journal(killed):
-    assert recover(killed) == (1, 3, [])
+    assert recover(killed)[:3] == (1, 3, [])
     with safe_open(sealed(killed), "np") as file:
         assert [file.get_tensor(f"{n:08d}").tolist() for n in range(3)] == [v.tolist() for v in VALUES]
     run = open_run(killed)
@@ -51,7 +51,7 @@ def test_a_partial_segment_is_sealed_from_the_journal(killed):
 def test_doing_it_again_changes_nothing(killed):
     recover(killed)
     before = contents(killed)
-    assert recover(killed) == (0, 0, [])
+    assert recover(killed)[:3] == (0, 0, [])
     assert contents(killed) == before
 
 
@@ -59,7 +59,7 @@ def test_doing_it_again_changes_nothing(killed):
 def test_a_run_that_was_closed_is_left_as_it_is(tmp_path, write, state):
     write(tmp_path / "run", [("a", Moment(), VALUES[1])]).close(forwards=1, state=state)
     before = contents(tmp_path / "run")
-    assert recover(tmp_path / "run") == (0, 0, [])
+    assert recover(tmp_path / "run")[:3] == (0, 0, [])
     assert contents(tmp_path / "run") == before
     assert open_run(tmp_path / "run").state == state
 
@@ -67,7 +67,7 @@ def test_a_run_that_was_closed_is_left_as_it_is(tmp_path, write, state):
 def test_bytes_nobody_was_told_of_are_cut_off(killed):
     with partial(killed).open("ab") as file:
         file.write(b"x" * 100)
-    assert recover(killed) == (1, 3, [])
+    assert recover(killed)[:3] == (1, 3, [])
     assert sealed(killed).stat().st_size == ROOM + 48
 
 
@@ -88,7 +88,7 @@ def test_a_last_line_that_lacks_only_its_newline_is_kept(killed):
     journal = killed / "rank-00000/journal"
     whole = journal.read_bytes()
     journal.write_bytes(whole[:-1])
-    assert recover(killed) == (1, 3, [])
+    assert recover(killed)[:3] == (1, 3, [])
     assert journal.read_bytes() == whole
 
 
@@ -144,7 +144,7 @@ def test_a_segment_no_line_speaks_of_is_removed_only_when_the_journal_is_whole(k
     journal.write_bytes(whole[:first])
     copy = killed.parent / "copy"
     shutil.copytree(killed, copy)
-    assert recover(killed) == (0, 0, [])
+    assert recover(killed)[:3] == (0, 0, [])
     assert not partial(killed).exists()
     assert not sealed(killed).exists()
     wrong(copy / "rank-00000/journal", 5)
@@ -199,7 +199,7 @@ def test_every_rank_is_recovered(tmp_path, write):
     shutil.copytree(tmp_path / "live", tmp_path / "killed")
     for writer in writers:
         writer.close()
-    assert recover(tmp_path / "killed") == (3, 3, [])
+    assert recover(tmp_path / "killed")[:3] == (3, 3, [])
     run = open_run(tmp_path / "killed")
     assert (run.state, run.manifest.mode, run.manifest.completeness.records) == ("recovered", "m", 3)
     assert [run.tensor("a", rank=r).tolist() for r in range(3)] == [v.tolist() for v in VALUES]
@@ -217,3 +217,30 @@ def test_a_remote_run_has_nothing_to_recover():
     Writer("memory://recover-test", Manifest()).close()
     with pytest.raises(Unsupported, match="put there in sealed pieces"):
         recover("memory://recover-test")
+
+
+def test_sealed_segments_are_verified_and_their_damage_named_each_time(killed, wrong):
+    recover(killed)
+    assert recover(killed) == (0, 0, [], 3)
+    wrong(sealed(killed), ROOM + 16 + 2)
+    before = contents(killed)
+    for _ in range(2):
+        done = recover(killed)
+        [damage] = done.lost
+        assert (damage.file, damage.point, done.verified) == (
+            "rank-00000/segment-00000.safetensors",
+            "p1:output",
+            2,
+        )
+    assert contents(killed) == before
+    sealed(killed).unlink()
+    assert [d.point for d in recover(killed).lost] == ["p0:output", "p1:output", "p2:output"]
+
+
+def test_a_journal_that_was_cut_between_two_lines_or_is_gone_is_named(killed):
+    recover(killed)
+    journal = killed / "rank-00000/journal"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-1]))
+    assert ["speaks of 3 records" in d.reason for d in recover(killed).lost] == [True]
+    journal.unlink()
+    assert [d.file for d in recover(killed).lost] == ["rank-00000/journal"]

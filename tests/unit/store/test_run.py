@@ -267,6 +267,12 @@ def test_a_segment_that_is_gone_or_short_is_damage_of_its_tensors(path):
     os.truncate(path / "rank-00000/segment-00000.safetensors", ROOM + 30)
     (path / "rank-00000/segment-00001.safetensors").unlink()
     run = open_run(path)
+    files = [f"rank-00000/segment-0000{n}.safetensors" for n in (0, 1, 1)]
+    assert [(d.point, d.file) for d in run.damaged] == list(
+        zip(["p1:output", "p2:output", "p3:output"], files, strict=True)
+    )
+    assert (run.complete, run.state) == (False, "damaged")
+    assert [note.split()[0] for note in run.notes] == files[:2]
     assert run.tensor("p0").tolist() == value(0)
     with pytest.raises(Damaged, match="which has 65566"):
         run.tensor("p1")
@@ -334,3 +340,38 @@ def test_a_summary_that_does_not_read_back_is_damage(path):
 def test_links_out_of_the_run_are_not_made_from_names(path):
     forged(path, point="../../../etc/passwd:output")
     assert open_run(path).tensor("../../../etc/passwd").tolist() == value(0)
+
+
+def test_damage_that_shows_in_reading_is_remembered(path, wrong):
+    wrong(path / "rank-00000/segment-00000.safetensors", ROOM + 24 + 5)
+    run = open_run(path)
+    with pytest.raises(Damaged):
+        run.tensor("p1")
+    [damage] = run.damaged
+    assert (damage.file, damage.point) == ("rank-00000/segment-00000.safetensors", "p1:output")
+    assert (run.complete, run.state) == (False, "damaged")
+
+
+def test_a_journal_that_was_cut_between_two_lines_or_is_gone_is_damage(path):
+    journal = path / "rank-00000/journal"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-1]))
+    run = open_run(path)
+    assert (run.complete, len(run)) == (False, 3)
+    assert "speaks of 4 records, and the journals hold 3" in run.damaged[0].reason
+    journal.unlink()
+    assert not open_run(path).complete
+
+
+def test_a_whole_run_has_no_damage(path):
+    run = open_run(path)
+    assert (run.damaged, run.notes, run.complete, run.state) == ([], [], True, "complete")
+
+
+def test_summaries_leave_out_only_what_is_damaged_and_say_why(path, wrong):
+    assert "damaged" not in open_run(path).summaries().columns
+    wrong(path / "rank-00000/segment-00000.safetensors", ROOM + 24 + 5)
+    rows = open_run(path).summaries()
+    assert [(row["point"], row["step"]) for row in rows] == [(f"p{n}:output", n) for n in range(4)]
+    assert [row["mean"] for row in rows] == [2.5, None, 22.5, 32.5]
+    assert [row["damaged"] is None for row in rows] == [True, False, True, True]
+    assert "checksum" in rows[1]["damaged"]
