@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from layerscope.cli.record import sided
+from layerscope.cli.record import _withdraw, sided
 from layerscope.errors import BadText
 from layerscope.models.tiny import tiny_transformer
-from layerscope.store import open_run
+from layerscope.store import Manifest, Writer, open_run
 
 SEVERAL = """
 import torch
@@ -156,3 +156,57 @@ def test_side_fills_in_what_a_pattern_leaves_out_and_nothing_else():
     ]
     with pytest.raises(BadText, match="'up'"):
         sided(["a"], "up")
+
+
+def test_a_run_that_holds_no_record_is_not_left_in_the_way(cli, tmp_path):
+    assert cli("record", "demo", "op:aten.zzz", "-o", "run").code == 2
+    assert not (tmp_path / "run").exists()
+    assert cli("record", "demo", "model.norm", "-o", "run").code == 0
+
+
+def test_a_folder_that_was_there_before_stays(cli, tmp_path):
+    (tmp_path / "run").mkdir()
+    assert cli("record", "demo", "op:aten.zzz", "-o", "run").code == 2
+    assert (tmp_path / "run").is_dir()
+
+
+def test_nothing_is_removed_when_steps_were_to_be_added(cli, tmp_path):
+    assert cli("record", "demo", "op:aten.zzz", "-o", "run", "--append").code == 2
+    assert (tmp_path / "run/rank-00000/journal").exists()
+
+
+def test_what_somebody_else_put_into_the_folder_stays_with_all_of_it(tmp_path):
+    Writer(tmp_path / "run", Manifest()).close()
+    (tmp_path / "run/notes.txt").write_text("mine")
+    files = sorted(tmp_path.rglob("*"))
+    _withdraw(tmp_path / "run")
+    assert sorted(tmp_path.rglob("*")) == files
+    (tmp_path / "run/notes.txt").unlink()
+    _withdraw(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_leaves_is_one_sentence_and_exit_code_2(cli, tmp_path):
+    (tmp_path / "leaving.py").write_text(
+        "import sys, torch\ndef make(): sys.exit(7)\n"
+        "class Net(torch.nn.Module):\n    def forward(self, x): sys.exit(0)\n"
+        "def net(): return Net(), torch.ones(1)\n"
+    )
+    for function in ("make", "net"):
+        answer = cli("record", f"leaving.py:{function}", "**", "-o", "run")
+        assert answer.code == 2
+        assert "raised SystemExit" in answer.err
+        assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1])
+def test_a_seed_that_torch_does_not_take_is_exit_code_2(cli, tmp_path, seed):
+    answer = cli("record", "demo", "**", "-o", "run", f"--seed={seed}")
+    assert answer.code == 2
+    assert "is not in the range" in answer.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("seed", [(1 << 64) - 1, -(1 << 63)])
+def test_a_seed_at_the_end_of_the_range_is_taken(cli, seed):
+    assert cli("record", "demo", "model.norm", "-o", "run", f"--seed={seed}").code == 0

@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from itertools import pairwise
 
+import google_crc32c
 import numpy as np
 import pytest
 import torch
@@ -315,10 +317,73 @@ def test_a_damaged_record_is_named_and_the_others_are_shown(cli, two_steps):
     data[-5] ^= 0xFF
     segment.write_bytes(data)
     answer = cli("show", run, "--adjacent", "--json")
-    assert answer.code == 0
+    assert (answer.code, answer.err) == (2, "")
     page = read(answer.out)
     assert [row["point"] for row in page["points"]] == ["0:output"]
-    assert [row["point"] for row in page["damaged"]] == ["1:output"]
+    (row,) = page["damaged"]
+    assert (row["point"], row["file"]) == ("1:output", "rank-00000/segment-00000.safetensors")
+    assert "checksum" in row["reason"]
+    first = page["sentences"][0]
+    assert first["tone"] == "bad"
+    assert "1 damaged record (1:output at step=0 in rank-00000/segment-00000.safetensors)" in first["text"]
+    assert (page["run"]["state"], page["run"]["complete"]) == ("damaged", False)
+
+
+@pytest.mark.parametrize("keep", ["tensor", "both"])
+@pytest.mark.parametrize("harm", ["gone", "cut"])
+@pytest.mark.parametrize("command", ["show", "points"])
+def test_a_segment_that_is_gone_or_cut_is_said_on_top_and_is_exit_code_2(cli, two_steps, keep, harm, command):
+    net = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
+    run = two_steps(net, "*", [torch.full((64,), 3.0)], keep=keep)
+    assert cli(command, run).code == 0
+    (segment,) = run.rglob("*.safetensors")
+    segment.unlink() if harm == "gone" else os.truncate(segment, segment.stat().st_size - 1)
+    answer = cli(command, run)
+    assert (answer.code, answer.err) == (2, "")
+    top = answer.out.splitlines()[1]
+    said = "2 damaged records (the first 0:output" if harm == "gone" else "1 damaged record (1:output"
+    assert top.startswith("✗ finished with ")
+    assert said in top
+    assert "rank-00000/segment-00000.safetensors" in top
+    page = read(cli(command, run, "--json").out)
+    shown = [row["point"] for row in page.get("points", [])]
+    both = ["0:output", "1:output"]
+    assert shown == (both if keep == "both" or command == "points" else [] if harm == "gone" else both[:1])
+
+
+def test_a_record_of_an_unknown_dtype_is_said_and_is_exit_code_2(cli, two_steps):
+    run = two_steps(torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity()), "*", [torch.ones(4)], keep="tensor")
+    (journal,) = run.rglob("journal")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    body = lines[1].rpartition(b',"check"')[0].replace(b'"float32"', b'"float6_e3m2"')
+    lines[1] = body + b',"check":"%08x"}\n' % google_crc32c.value(body)
+    journal.write_bytes(b"".join(lines))
+    answer = cli("show", run)
+    assert (answer.code, answer.err) == (2, "")
+    assert "1 damaged record (0:output" in answer.out.splitlines()[1]
+    assert "float6_e3m2" in answer.out
+    assert [row["point"] for row in read(cli("show", run, "--json").out)["points"]] == ["1:output"]
+
+
+def test_forwards_that_raised_and_records_that_gave_way_are_said(cli, tmp_path):
+    writer = Writer(tmp_path / "run", Manifest())
+    for value in (1.0, 2.0):
+        data = np.full(4, value, np.float32)
+        writer.write(Point("a"), Moment(), blob=Blob("float32", (4,), 16, lambda data=data: data))
+    writer.close(forwards=7, points=1, failed=2)
+    answer = cli("show", "run")
+    assert answer.code == 0
+    top = answer.out.splitlines()[1]
+    assert "2 of 7 forwards raised" in top
+    assert "1 record gave way to later ones of the same moment" in top
+    assert "complete" not in top
+
+
+def test_a_pattern_that_matches_nothing_advises_to_list_the_run(cli, trained):
+    answer = cli("show", trained, "nope")
+    assert answer.code == 2
+    assert f"`layerscope points {trained}`" in answer.err
+    assert "MODEL" not in answer.err
 
 
 def test_a_damaged_journal_line_is_said_and_the_others_are_read(cli, trained, tmp_path):
@@ -328,7 +393,7 @@ def test_a_damaged_journal_line_is_said_and_the_others_are_read(cli, trained, tm
     lines[3] = lines[3].replace(b"model", b"modal")
     journal.write_bytes(b"\n".join(lines))
     answer = cli("show", "run")
-    assert answer.code == 0
+    assert (answer.code, answer.err) == (2, "")
     assert "1 damaged line in the journal" in answer.out
     assert "model.norm" in answer.out
 

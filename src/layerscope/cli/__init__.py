@@ -2,8 +2,8 @@
 
     layerscope demo
 
-Exit codes: 0 done, 1 runs differ, 2 wrong use. What went wrong is one sentence on stderr;
-LAYERSCOPE_TRACEBACK=1 shows where it came from.
+Exit codes: 0 done, 1 runs differ, 2 wrong use, or something that cannot be read. What went wrong is one sentence on
+stderr; LAYERSCOPE_TRACEBACK=1 shows where it came from.
 """
 
 from __future__ import annotations

@@ -30,7 +30,12 @@ def chosen(run: Reader, patterns: Sequence[str]) -> list[Point]:
         if pattern.kind == "type":
             raise BadText(f"{str(pattern)!r}: a run keeps names, not classes; `layerscope points RUN` lists them.")
     names = dict.fromkeys(p.name for p in run.points if not p.op)
-    wanted = select(modules, [Place(name) for name in names]) if modules else []
+    try:
+        wanted = select(modules, [Place(name) for name in names]) if modules else []
+    except NoSuchPoint as error:  # it speaks of a model, and this is a run
+        raise NoSuchPoint(
+            str(error).replace("`layerscope points MODEL`", f"`layerscope points {run.address}`")
+        ) from None
     for name in dict.fromkeys(p.name for p in run.points if p.op):
         wanted += select_op(ops, name)
     by_place: dict[tuple[bool, str, str], list[Point]] = {}

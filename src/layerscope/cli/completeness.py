@@ -10,7 +10,7 @@ from layerscope.report.parts import Column, Fact, Facts, Part, Sentence, Table
 if TYPE_CHECKING:
     from layerscope.store import Damage, Reader
 
-__all__ = ["completeness_parts", "damage_parts", "many", "run_facts"]
+__all__ = ["completeness_parts", "damage_of", "damage_parts", "damage_text", "many", "run_facts"]
 
 MOST = 10
 
@@ -23,18 +23,36 @@ STATES = {
 }
 
 
-def completeness_parts(run: Reader, name: str) -> Iterator[Part]:
-    """Say in a sentence how complete the run called `name` is, and list what is not there and why."""
+def damage_of(run: Reader) -> list[Damage]:
+    """Return what was written and cannot be read, as far as the run knows; in memory there are no files to damage."""
+    damaged: list[Damage] = getattr(run, "damaged", [])
+    return damaged
+
+
+def completeness_parts(run: Reader, name: str, *, damaged: Sequence[Damage] | None = None) -> Iterator[Part]:
+    """Say in a sentence how complete the run called `name` is, and list what is not there and why.
+
+    `damaged` is what the caller found when it read; left out, it is what the run knows.
+    """
     done = run.manifest.completeness
+    damaged = damage_of(run) if damaged is None else damaged
     held = f"{many(done.forwards, 'forward')}, {many(len(run.points), 'point')}, {many(done.records, 'record')}"
+    if run.replaced:
+        held += f"; {many(run.replaced, 'record')} gave way to later ones of the same moment"
     lost = sum(d.count for d in run.dropped)
     lacks = [f"{many(len(run.missing), 'point')} missing"] * bool(run.missing)
     lacks += [f"{many(lost, 'record')} dropped"] * bool(lost)
-    damaged: list[Damage] = getattr(run, "damaged", [])  # a run in memory has no files to damage
-    lacks += [f"{many(len(damaged), 'damaged line')} in the journal"] * bool(damaged)
-    if run.state != "complete":
-        seal = f"; `layerscope recover {name}` seals it" if run.state in ("recording", "interrupted") else ""
-        yield Sentence(f"{STATES.get(run.state, run.state)}: {held}{seal}", "warn")
+    if done.failed:
+        lacks.append(
+            f"records absent because {done.failed:,} of {many(max(done.forwards, done.failed), 'forward')} raised"
+        )
+    if damaged:
+        lacks.append(damage_text(damaged))
+    if done.state != "complete":
+        ended = STATES.get(done.state, done.state)
+        lacking = f", with {' and '.join(lacks)}" if lacks else ""
+        seal = f"; `layerscope recover {name}` seals it" if done.state in ("recording", "interrupted") else ""
+        yield Sentence(f"{ended}{lacking}: {held}{seal}", "bad" if damaged else "warn")
     elif lacks:
         yield Sentence(f"finished with {' and '.join(lacks)}: {held}", "bad" if lost or damaged else "warn")
     else:
@@ -54,6 +72,20 @@ def completeness_parts(run: Reader, name: str) -> Iterator[Part]:
         rows = ((d.point, d.count, d.reason, d.first) for d in run.dropped)
         yield Table.of("dropped", columns, rows, most=MOST)
     yield from damage_parts(damaged)
+
+
+def damage_text(damaged: Sequence[Damage]) -> str:
+    """Say in half a sentence what cannot be read, and which file the first of it is in."""
+    records = [d for d in damaged if d.point]
+    lines = [d for d in damaged if not d.point and d.reason.startswith("byte ")]
+    others = [d for d in damaged if d not in records and d not in lines]
+    said = [f"{many(len(lines), 'damaged line')} in the journal"] * bool(lines)
+    said += [f"{d.file} damaged ({d.reason})" for d in others]
+    if records:
+        first, more = records[0], len(records) > 1
+        which = f"{'the first ' if more else ''}{first.point} at {first.moment}{' in ' * bool(first.file)}{first.file}"
+        said.append(f"{many(len(records), 'damaged record')} ({which})")
+    return " and ".join(said)
 
 
 def damage_parts(damaged: Sequence[Damage]) -> Iterator[Part]:
@@ -89,6 +121,9 @@ def run_facts(run: Reader) -> Facts:
         "forwards": done.forwards,
         "records": done.records,
         "recomputed": done.recomputed,
+        "failed": done.failed,
+        "replaced": run.replaced,
+        "complete": run.complete,
     }
     return Facts(
         "run",

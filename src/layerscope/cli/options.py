@@ -12,7 +12,9 @@ __all__ = ["as_json", "examples", "model_inputs", "moments", "seed", "to"]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print strict JSON for machines.")
-seed = click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and inputs.")
+# What torch's generators take.
+SEEDS = click.IntRange(-(1 << 63), (1 << 64) - 1)
+seed = click.option("--seed", type=SEEDS, default=0, show_default=True, help="Seed of weights and inputs.")
 
 
 def examples(*lines: str) -> str:

@@ -11,10 +11,10 @@ import click
 
 from layerscope.cli import options
 from layerscope.cli.choosing import by_depth, chosen
-from layerscope.cli.completeness import completeness_parts, many, run_facts
+from layerscope.cli.completeness import completeness_parts, damage_of, many, run_facts
 from layerscope.cli.page import Tell, counting, put, working
 from layerscope.cli.statistics import shape_text
-from layerscope.errors import NewerFormat, NotARun
+from layerscope.errors import Damaged, NewerFormat, NotARun
 from layerscope.patterns import select, split
 from layerscope.points import escape
 from layerscope.report.parts import Cell, Column, Document, Part, Sentence, Table, Value
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from layerscope.models import Loaded
-    from layerscope.store import Reader
+    from layerscope.store import Damage, Reader
 
 __all__ = ["command"]
 
@@ -38,12 +38,16 @@ EXAMPLES = options.examples(
 @click.argument("of", metavar="MODEL|RUN")
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
 @options.as_json
-def command(of: str, patterns: tuple[str, ...], as_json: bool) -> None:
-    """List the modules of MODEL, or the points recorded in RUN; with PATTERNs, what they select."""
+def command(of: str, patterns: tuple[str, ...], as_json: bool) -> int:
+    """List the modules of MODEL, or the points recorded in RUN; with PATTERNs, what they select.
+
+    Exit code 2 when something of RUN cannot be read; the rest is listed.
+    """
     run = _run(of)
+    damaged: list[Damage] = []
     if run is not None:
         with counting("reading") as tell:
-            page = run_document(run, of, patterns, tell)
+            page, damaged = run_document(run, of, patterns, tell)
     else:
         with working(f"loading {of}"):
             from layerscope.models import load_model
@@ -51,6 +55,7 @@ def command(of: str, patterns: tuple[str, ...], as_json: bool) -> None:
             loaded = load_model(of)
         page = selected_document(loaded, patterns) if patterns else model_document(loaded, folded=not as_json)
     put(page, "json" if as_json else "terminal")
+    return 2 if damaged else 0
 
 
 def _run(of: str) -> Reader | None:
@@ -73,8 +78,8 @@ def _run(of: str) -> Reader | None:
 # A run ------------------------------------------------------------------------------------------
 
 
-def run_document(run: Reader, name: str, patterns: Sequence[str], tell: Tell) -> Document:
-    """List what was recorded: point by point, how often, of what type and shape."""
+def run_document(run: Reader, name: str, patterns: Sequence[str], tell: Tell) -> tuple[Document, list[Damage]]:
+    """List what was recorded: point by point, how often, of what type and shape; and what cannot be read."""
     points = by_depth(chosen(run, patterns))
     wanted = set(points)
     records: Counter[str] = Counter()
@@ -90,14 +95,18 @@ def run_document(run: Reader, name: str, patterns: Sequence[str], tell: Tell) ->
         text = str(entry.point)
         records[text] += 1
         nbytes[text] += entry.nbytes
-        dtype = entry.dtype or (entry.summary.dtype if entry.summary else None)
-        shape = entry.shape if entry.shape is not None else entry.summary.shape if entry.summary else None
+        try:
+            summary = entry.summary
+        except Damaged:  # which the run remembers
+            summary = None
+        dtype = entry.dtype or (summary.dtype if summary else None)
+        shape = entry.shape if entry.shape is not None else summary.shape if summary else None
         if dtype is not None:
             dtypes.setdefault(text, {})[dtype] = None
         if shape is not None:
             shapes.setdefault(text, {})[tuple(shape)] = None
         what = {"tensor"} if entry.dtype else set()
-        kept.setdefault(text, set()).update(what | ({"summary"} if entry.summary else set()))
+        kept.setdefault(text, set()).update(what | ({"summary"} if summary else set()))
     columns = [
         Column("point", "point", "name"),
         Column("shape", "shape", rank=1),
@@ -120,8 +129,9 @@ def run_document(run: Reader, name: str, patterns: Sequence[str], tell: Tell) ->
                 nbytes[point],
             )
         )
-    parts: list[Part] = [*completeness_parts(run, name), run_facts(run), Table.of("points", columns, rows)]
-    return Document(name, tuple(parts))
+    damaged = damage_of(run)
+    first = completeness_parts(run, name, damaged=damaged)
+    return Document(name, (*first, run_facts(run), Table.of("points", columns, rows))), damaged
 
 
 # A model ----------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +15,7 @@ import click
 from layerscope.cli import options
 from layerscope.cli.completeness import completeness_parts
 from layerscope.cli.page import counting, put, working
-from layerscope.errors import BadModel, BadText, RunExists
+from layerscope.errors import BadModel, BadText, LayerscopeError, RunBusy, RunExists
 from layerscope.patterns import Pattern
 from layerscope.points import SIDES, Side
 from layerscope.ranks import rank
@@ -80,11 +81,19 @@ def command(
         batches = loaded.batches(inputs=inputs, prompt=prompt)
     gradients = any(s.startswith("grad") for tap in taps if not tap.exclude for s in tap.sides)
     texts = [str(tap) for tap in taps]
+    is_new = not append and "://" not in to and not os.path.lexists(to)
     recording = record(loaded.model, texts, to=to, keep=keep, when=when, append=append, name=loaded.name)
-    with recording, counting("recording") as tell:
-        for done, batch in enumerate(_guarded(batches, model)):
-            tell(f"forward {done}", done, 0)
-            _forward(loaded.model, batch, gradients=gradients, name=model)
+    try:
+        with recording, counting("recording") as tell:
+            for done, batch in enumerate(_guarded(batches, model)):
+                tell(f"forward {done}", done, 0)
+                _forward(loaded.model, batch, gradients=gradients, name=model)
+    except (RunExists, RunBusy):
+        raise
+    except BaseException:
+        if is_new:
+            _withdraw(Path(to))
+        raise
     run = recording.run
     parts: list[Part] = [*completeness_parts(run, to)]
     parts.append(
@@ -108,6 +117,31 @@ def _refuse_existing(to: str) -> None:
 
     if "://" not in to and (Path(to) / rank_folder(rank()) / JOURNAL).exists():
         raise RunExists(f"{to} holds a run already; give another name, or --append to add steps to it.")
+
+
+def _withdraw(run: Path) -> None:
+    """Remove the run this command made, when it holds no record: left there, it would be in the way of a second try.
+
+    Only the files a writer makes before its first record are removed; when anything else is there, all of it stays.
+    """
+    from layerscope.store import open_run
+    from layerscope.store.address import rank_folder
+    from layerscope.store.appender import JOURNAL
+    from layerscope.store.manifest import NAME
+
+    own = run / rank_folder(rank())
+    made = {run / NAME, own, own / NAME, own / JOURNAL}
+    with suppress(OSError, LayerscopeError):
+        if not made.issuperset(run.rglob("*")):
+            return
+        opened = open_run(run)
+        holds = len(opened) or opened.damaged or opened.notes
+        opened.close()
+        if not holds:
+            for path in (own / JOURNAL, own / NAME, run / NAME):
+                path.unlink(missing_ok=True)
+            own.rmdir()
+            run.rmdir()
 
 
 def sided(patterns: Sequence[str], side: str | None) -> list[Pattern]:
@@ -137,7 +171,7 @@ def _guarded(batches: Iterator[Inputs], name: str) -> Iterator[Inputs]:
             batch = next(batches)
         except StopIteration:
             return
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _failed(f"the inputs of {name!r}", error) from error
         yield batch
 
@@ -169,11 +203,11 @@ def _guard(what: str, call: Callable[[], Any]) -> Any:
         return call()
     except BadModel:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(what, error) from error
 
 
-def _failed(what: str, error: Exception) -> BadModel:
+def _failed(what: str, error: BaseException) -> BadModel:
     message = " ".join(str(error).split())
     return BadModel(
         f"{what} raised {type(error).__name__}{': ' + message if message else ''} (LAYERSCOPE_TRACEBACK=1 shows where)."

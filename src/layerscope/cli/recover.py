@@ -1,37 +1,42 @@
-"""`layerscope recover`: seal what a kill left behind."""
+"""`layerscope recover`: seal what a kill left behind, and verify everything."""
 
 from __future__ import annotations
 
 import click
 
 from layerscope.cli import options
-from layerscope.cli.completeness import damage_parts, many
+from layerscope.cli.completeness import damage_parts, damage_text, many
 from layerscope.cli.page import counting, put
 from layerscope.report.parts import Document, Fact, Facts, Part, Sentence
 
 __all__ = ["command"]
 
 
-@click.command(short_help="Seal a run that was cut short.")
+@click.command(short_help="Seal a run that was cut short, and verify it.")
 @click.argument("run", metavar="RUN")
 @options.as_json
-def command(run: str, as_json: bool) -> None:
+def command(run: str, as_json: bool) -> int:
     """Seal RUN after a kill or a crash: everything acknowledged is kept, what is lost is named.
 
-    Doing it twice changes nothing. A run that is still being written is left alone.
+    Every checksum is verified. Doing it twice changes nothing. A run that is still being written is left alone.
+    Exit code 2 when something that was acknowledged is lost or damaged.
     """
     from layerscope.store import recover
 
     with counting("recovering") as tell:
         done = recover(run, progress=tell)
-    kept = f"{many(done.sealed, 'segment')} sealed, {many(done.records, 'record')} verified"
-    if done.lost:
-        first = Sentence(f"{kept}, {many(len(done.lost), 'piece')} lost", "warn")
-    elif done.sealed:
-        first = Sentence(f"{kept}, nothing lost", "good")
+    sealed = f"{many(done.sealed, 'segment')} sealed" if done.sealed else "nothing to seal"
+    kept = f"{sealed}, {many(done.verified, 'record')} verified"
+    damaged = [damage for damage in done.lost if damage.acknowledged]
+    if damaged:
+        first = Sentence(f"{kept}, {many(len(damaged), 'piece')} lost: {damage_text(damaged)}", "bad")
+    elif done.lost:
+        first = Sentence(f"{kept}, nothing lost that was acknowledged; an unfinished last line is cut off", "good")
     else:
-        first = Sentence("nothing to seal: this run is whole already", "good")
-    facts = [Fact("sealed", done.sealed, audience="data"), Fact("records", done.records, audience="data")]
-    parts: list[Part] = [first, Facts("recovered", tuple(facts))]
+        first = Sentence(f"{kept}, nothing lost", "good")
+    data = {"sealed": done.sealed, "records": done.records, "verified": done.verified, "lost": len(done.lost)}
+    facts = tuple(Fact(label, value, audience="data") for label, value in data.items())
+    parts: list[Part] = [first, Facts("recovered", facts)]
     parts += damage_parts(done.lost)
     put(Document(run, tuple(parts)), "json" if as_json else "terminal")
+    return 2 if damaged else 0

@@ -11,7 +11,7 @@ import click
 from layerscope.cli import options
 from layerscope.cli.adjacent import Change, chains, changes
 from layerscope.cli.choosing import Given, at, chosen, spans
-from layerscope.cli.completeness import completeness_parts, damage_parts, run_facts
+from layerscope.cli.completeness import completeness_parts, damage_of, run_facts
 from layerscope.cli.page import Tell, counting, put
 from layerscope.cli.statistics import Row, broken_parts, name_cell, point_tables, rows_at
 from layerscope.points import Moment, Point
@@ -19,7 +19,7 @@ from layerscope.report.parts import Cell, Column, Document, Heading, Part, Sente
 from layerscope.report.writing import NOTHING, number
 
 if TYPE_CHECKING:
-    from layerscope.store import Reader
+    from layerscope.store import Damage, Reader
 
 __all__ = ["adjacent_parts", "command", "document"]
 
@@ -39,32 +39,43 @@ EXAMPLES = options.examples(
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 def command(
     run: str, patterns: tuple[str, ...], adjacent: bool, as_json: bool, as_markdown: bool, **given: int | None
-) -> None:
-    """Show the statistics of RUN, layer by layer, of the points that PATTERNs name."""
+) -> int:
+    """Show the statistics of RUN, layer by layer, of the points that PATTERNs name.
+
+    Exit code 2 when something of RUN cannot be read; the rest is shown.
+    """
     from layerscope.store import open_run
 
     if as_json and as_markdown:
         raise click.UsageError("--json and --markdown are two pages; ask for one of them.")
     with counting("reading") as tell:
-        page = document(open_run(run), run, patterns=patterns, given=given, adjacent=adjacent, tell=tell)
+        page, damaged = document(open_run(run), run, patterns=patterns, given=given, adjacent=adjacent, tell=tell)
     put(page, "json" if as_json else "markdown" if as_markdown else "terminal")
+    return 2 if damaged else 0
 
 
-def document(run: Reader, name: str, *, patterns: Sequence[str], given: Given, adjacent: bool, tell: Tell) -> Document:
-    """Build the page of a run: how complete it is, the statistics at one moment, and the changes when asked."""
-    parts: list[Part] = [*completeness_parts(run, name), run_facts(run)]
-    if not run.points:
-        return Document(name, tuple(parts))
-    points = chosen(run, patterns)
-    moment, entries = at(run, points, given)
-    rows, damaged = rows_at(run, points, entries, tell)
-    parts += [Sentence(text, "quiet") for text in _which(run, points, moment, given, rows)]
-    parts += damage_parts(damaged)
-    parts += broken_parts(rows)
-    parts += point_tables(rows)
-    if adjacent:
-        parts += adjacent_parts(run, rows, layers_only=not patterns, tell=tell)
-    return Document(name, tuple(parts))
+def document(
+    run: Reader, name: str, *, patterns: Sequence[str], given: Given, adjacent: bool, tell: Tell
+) -> tuple[Document, list[Damage]]:
+    """Build the page of a run: how complete it is, the statistics at one moment, and the changes when asked.
+
+    Returned with it is what cannot be read; some of that shows only when the statistics are made.
+    """
+    parts: list[Part] = []
+    unread: list[Damage] = []
+    if run.points:
+        points = chosen(run, patterns)
+        moment, entries = at(run, points, given)
+        rows, unread = rows_at(run, points, entries, tell)
+        parts += [Sentence(text, "quiet") for text in _which(run, points, moment, given, rows)]
+        parts += broken_parts(rows)
+        parts += point_tables(rows)
+        if adjacent:
+            parts += adjacent_parts(run, rows, layers_only=not patterns, tell=tell)
+    damaged = damage_of(run)
+    known = {(d.point, d.moment) for d in damaged}
+    damaged += [d for d in unread if (d.point, d.moment) not in known]
+    return Document(name, (*completeness_parts(run, name, damaged=damaged), run_facts(run), *parts)), damaged
 
 
 def _which(run: Reader, points: Sequence[Point], moment: Moment, given: Given, rows: Sequence[Row]) -> Iterator[str]:

@@ -65,7 +65,7 @@ def rows_at(run: Reader, points: Iterable[Point], entries: Iterable[Entry], tell
             try:
                 readable.append((entry, _summary(run, entry)))
             except LayerscopeError as error:  # one bad record does not hide the others
-                answer.damaged.append(Damage("", str(error), str(entry.point), str(entry.moment)))
+                answer.damaged.append(Damage(run.address, str(error), str(entry.point), str(entry.moment)))
         if readable:
             summary = reduce(add, (s for _, s in readable))
             answer.rows.append(Row(point, call, tuple(e for e, _ in readable), summary))

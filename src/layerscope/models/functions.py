@@ -56,7 +56,7 @@ def _call(found: Any, text: str) -> Any:
         return found()
     except BadModel:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _told(text, "raised", error) from error
 
 
@@ -80,7 +80,7 @@ def _module_in(file: Path, text: str) -> ModuleType:
     except BaseException as error:
         if known is module:
             del sys.modules[file.stem]
-        if isinstance(error, Exception):
+        if isinstance(error, Exception | SystemExit):
             raise _told(text, "failed to import with", error) from error
         raise
     return module
@@ -94,7 +94,7 @@ def _module_named(name: str, text: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise BadModel(f"{text!r}: there is no module {error.name!r} on the import path.") from error
         raise _told(text, "failed to import with", error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _told(text, "failed to import with", error) from error
 
 
@@ -103,7 +103,7 @@ def _first_on_path(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _told(text: str, what: str, error: Exception) -> BadModel:
+def _told(text: str, what: str, error: BaseException) -> BadModel:
     message = " ".join(str(error).split())
     return BadModel(
         f"{text!r} {what} {type(error).__name__}{': ' + message if message else ''}"

@@ -91,6 +91,8 @@ def test_the_seed_decides_what_the_function_and_its_inputs_draw(write):
         ("import nothing_like_this", "make", "failed to import with ModuleNotFoundError"),
         ("def mkae(): pass", "make", "there is no 'make' in .*nearest: mkae"),
         ("def make(size): pass", "make", "raised TypeError"),
+        ("import sys\ndef make(): sys.exit(3)", "make", "raised SystemExit: 3"),
+        ("import sys\nsys.exit(0)", "make", "failed to import with SystemExit: 0"),
     ],
 )
 def test_what_goes_wrong_in_the_users_file_is_one_sentence(write, body, function, said):
