@@ -97,7 +97,7 @@ def damage_parts(damaged: Sequence[Damage]) -> Iterator[Part]:
             Column("point", "point", "name", rank=1),
             Column("moment", "at", rank=1),
         ]
-        yield Table.of("damaged", columns, damaged, most=MOST)
+        yield Table.of("damaged", columns, [(d.file, d.reason, d.point, d.moment) for d in damaged], most=MOST)
 
 
 def run_facts(run: Reader) -> Facts:
