@@ -154,7 +154,7 @@ class _Watcher:
     def enter(self, name: str, sides: frozenset[Side], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         local = self.local
         repeated = torch._C._current_graph_task_id() >= 0
-        graded = bool(sides & _GRADED)
+        graded = not sides.isdisjoint(_GRADED)
         follow = graded and torch.is_grad_enabled()
         if repeated:
             origin = self._repeats(name) if graded else None

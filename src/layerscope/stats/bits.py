@@ -83,6 +83,13 @@ class Bits:
         """Whether 256 counters say everything."""
         return self.items.itemsize == 1
 
+    def whole(self) -> Array | None:
+        """Return all items as the kernels take them, where they lie so already: the usual case, and the quick one."""
+        items = self.items
+        if self.kernel_ready and items.flags.carray and items.size <= _CHUNK and not self.flip_real:
+            return items.reshape(-1)
+        return None
+
     def pieces(self, *, ordered: bool = True) -> Iterator[Array]:
         """Yield the items as contiguous one-dimensional arrays; copies are small and temporary.
 
@@ -189,21 +196,22 @@ def _read_torch(tensor: torch.Tensor, torch: ModuleType) -> Bits:
             f"a tensor on {tensor.device} has no memory this process can read; "
             + ("a meta tensor has no values at all." if tensor.is_meta else "pass tensor.cpu().")
         )
-    dtype = str(tensor.dtype)[6:]
+    dtype = _name(tensor.dtype)
     item = item_of(dtype)
-    shape, strides = tuple(tensor.shape), tensor.stride()
+    shape, contiguous = tuple(tensor.shape), tensor.is_contiguous()
     conjugated, negated = tensor.is_conj(), tensor.is_neg()
     try:
         address, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     except RuntimeError as error:
         raise Unsupported(f"a tensor inside a transform (vmap, grad) has no memory to read: {error}") from None
-    reach = tensor.storage_offset() + 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if reach * item.itemsize > held and 0 not in shape:
+    strides = () if contiguous else tensor.stride()
+    span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if strides else tensor.numel()
+    if (tensor.storage_offset() + span) * item.itemsize > held and 0 not in shape:
         raise Unsupported(
             f"the memory of this tensor was given back ({held} bytes are left), as FSDP does with parameters between "
             "uses; summarise it while it is whole."
         )
-    if tensor.is_contiguous():
+    if contiguous:
         items = _memory(address, shape, item, None)
     else:
         items = _memory(address, shape, item, [item.itemsize * stride for stride in strides])
@@ -220,6 +228,11 @@ def _read_numpy(array: Array) -> Bits:
         # Through the address, because a read-only array is another type to numba.
         items = _memory(array.ctypes.data, array.shape, item, None)
     return Bits(dtype, array.shape, items, array)
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def item_of(dtype: str) -> np.dtype[Any]:

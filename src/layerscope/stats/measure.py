@@ -67,11 +67,17 @@ def prepare(*dtypes: str) -> None:
 
 
 def _summary(bits: Bits, *, full: bool) -> Summary:
-    first = tuple(bits.values(bits.head(_FIRST))[:_FIRST].tolist())
+    whole = bits.whole()
+    head = bits.head(_FIRST) if whole is None else whole[:_FIRST]
+    first = tuple(bits.values(head)[:_FIRST].tolist())
     if bits.byte_wide:
         return _summary_of_bytes(bits, first, full=full)
     counting = engine()
-    swept, sketch = _swept_with_sketch(bits, counting) if full else (_swept(bits, counting), None)
+    sketch = None
+    if full:
+        swept, sketch = _swept_with_sketch(bits, counting)
+    else:
+        swept = counting.moments(whole) if whole is not None else _swept(bits, counting)
     finite = bits.count - swept.nan - swept.posinf - swept.neginf
     lowest, highest = _extremes(swept, wide=bits.wide) if finite else (math.nan, math.nan)
     mean, std, magnitude = math.nan, math.nan, 0.0
