@@ -244,7 +244,9 @@ def one_step(record, make):
 
 
 @pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
-@pytest.mark.parametrize("make", sorted({*zoo.ALL} - {zoo.keyword_inputs}, key=repr), ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [make for make in zoo.ALL if make is not zoo.keyword_inputs], ids=lambda make: make.__name__
+)
 def test_outputs_gradients_and_rng_are_bit_identical(make, disk, tmp_path):
     to = tmp_path / "run" if disk else None
     plain = one_step(lambda model: nullcontext(), make)
