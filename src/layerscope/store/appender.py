@@ -152,7 +152,7 @@ class Appender:
         """Close the files as they are, in a forked child: the parent goes on writing them, and keeps the lock."""
         if self._segment is not None:
             self._segment.close()
-        self._journal.close()
+        self._journal.disown()
 
     def _with_room(self, dtype: str, shape: tuple[int, ...]) -> Segment:
         segment = self._segment

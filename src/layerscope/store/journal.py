@@ -166,7 +166,13 @@ class Journal:
         os.fsync(self.fd)
 
     def close(self) -> None:
-        """Close, and so unlock."""
+        """Unlock and close: a child that was forked meanwhile may still have the file open, and the lock with it."""
+        if self.fd >= 0:
+            _unlock(self.fd)
+            self.disown()
+
+    def disown(self) -> None:
+        """Close without unlocking, in a forked child: the lock is the parent's."""
         if self.fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self.fd)
@@ -194,6 +200,13 @@ def _lock(fd: int, path: Path) -> None:
         ) from None
     except OSError:  # a file system without locks; the lock guards against a mistake, not against an attack
         return
+
+
+def _unlock(fd: int) -> None:
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 # Reading ----------------------------------------------------------------------------------------
