@@ -577,11 +577,13 @@ def test_what_cannot_be_watched_is_refused_with_the_way_out():
 
 def test_why_a_point_stayed_silent():
     model, _ = zoo.attention()
-    assert eager.why_silent(model, "attn.out_proj").startswith("called functionally: MultiheadAttention")
-    assert eager.why_silent(zoo.never_called()[0], "unused") == "never called"
+    assert eager.why_silent(eager.modules_of(model), "attn.out_proj").startswith(
+        "called functionally: MultiheadAttention"
+    )
+    assert eager.why_silent(eager.modules_of(zoo.never_called()[0]), "unused") == "never called"
     listed = nn.Module()
     listed.items = nn.ModuleList([nn.Linear(1, 1)])
-    assert eager.why_silent(listed, "items") == "never called: a ModuleList only holds other modules"
+    assert eager.why_silent(eager.modules_of(listed), "items") == "never called: a ModuleList only holds other modules"
     compiled = nn.Sequential(nn.Sequential(nn.Linear(1, 1)))
     compiled[0].compile()
-    assert eager.why_silent(compiled, "0.0").startswith("compiled before the tap")
+    assert eager.why_silent(eager.modules_of(compiled), "0.0").startswith("compiled before the tap")

@@ -533,3 +533,18 @@ def test_hostile_names_come_back_unchanged(tmp_path):
     written = {path.name for path in (tmp_path / "run").rglob("*")}
     assert written == {"run.json", "rank-00000", "journal", "segment-00000.safetensors"}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("many", [2, 60])
+def test_the_model_is_walked_once_for_all_that_is_missing(many, monkeypatch):
+    from layerscope.runtimes import eager
+
+    unused = {f"unused{i}": nn.Identity() for i in range(many)}
+    model = zoo.Holder(lambda m, x: m.used(x), used=nn.Identity(), **unused)
+    walks = []
+    real = eager.modules_of
+    with ls.record(model, "*") as rec:
+        model(torch.ones(1))
+        monkeypatch.setattr(eager, "modules_of", lambda m: walks.append(m) or real(m))
+    assert len(rec.missing) == many
+    assert len(walks) == 1

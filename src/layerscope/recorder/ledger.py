@@ -101,23 +101,26 @@ class Ledger:
         """Return every point asked for that has no record, or lost some, with the reason."""
         fired = {(p.name, p.side, p.leaf[:n]) for p in self._points for n in range(len(p.leaf) + 1) if not p.op}
         silent = [p for p in plan.expected if (p.name, p.side, p.leaf) not in fired]
-        missing = [Missing(str(p), self._reason(p, plan, model)) for p in silent]
+        modules = eager.modules_of(model)
+        failures = {(p.name, p.side): why for p, why in reversed(self._failures.items())}  # the first one counts
+        due = {point for tap, points in enumerate(plan.points) if tap in self._due for point in points}
+        missing = [
+            Missing(str(p), failures.get((p.name, p.side)) or self._reason(p, due=p in due, modules=modules))
+            for p in silent
+        ]
         known = {(p.name, p.side) for p in silent}
         missing += [Missing(str(p), why) for p, why in self._failures.items() if (p.name, p.side) not in known]
         wanted = (pattern for patterns in plan.ops for pattern in patterns if not pattern.exclude)
         never = [pattern for pattern in wanted if not any(map(pattern.matches_op, self._ops))]
         return missing + [Missing(str(pattern), self._no_such_op(str(pattern))) for pattern in never]
 
-    def _reason(self, point: Point, plan: Plan, model: torch.nn.Module) -> str:
-        for failed, reason in self._failures.items():
-            if (failed.name, failed.side) == (point.name, point.side):
-                return reason
+    def _reason(self, point: Point, *, due: bool, modules: eager.Modules) -> str:
         if not self.forwards:
             return "no forward ran while recording"
-        if not any(point in points for tap, points in enumerate(plan.points) if tap in self._due):
+        if not due:
             return self._schedule or f"its schedule was never due in {self.forwards} forwards"
         if point.name not in self._called:
-            return eager.why_silent(model, point.name)
+            return eager.why_silent(modules, point.name)
         if point.side.startswith("grad"):
             return "no gradient arrived: no backward pass reached it while recording"
         if Point(point.name, point.side) in self._empty:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from layerscope.errors import BadText
 from layerscope.patterns import Pattern, Place, op_name, select, select_op, split
-from layerscope.points import Leaf, Moment, Point, Side
+from layerscope.points import Moment, Point, Side
 from layerscope.schedules import ALWAYS, Schedule
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class Plan:
     default: Wish
     when: Schedule | None = None  # for taps without a schedule of their own
     _due: dict[tuple[bool, ...], dict[Point, Wish]] = field(default_factory=dict)
+    _askers: dict[Point, set[int]] = field(default_factory=dict)
 
     @property
     def expected(self) -> list[Point]:
@@ -142,6 +143,7 @@ class Plan:
             wanted |= bool(found)
         if wanted:
             self._due.clear()
+            self._askers.clear()
         return op_name(qualified) if wanted else None
 
     def wish(self, due: tuple[bool, ...], point: Point) -> Wish:
@@ -156,10 +158,19 @@ class Plan:
 
     def _wish(self, due: tuple[bool, ...], point: Point) -> Wish:
         wish = Wish()
-        for tap, points, on in zip(self.taps, self.points, due, strict=True):
-            if on and _among(point, points):
-                wish |= self._of(tap)
+        for tap in self._asking(point):
+            if due[tap]:
+                wish |= self._of(self.taps[tap])
         return wish
+
+    def _asking(self, point: Point) -> set[int]:
+        """Return the taps that ask for a point, or for a value it is part of."""
+        if not self._askers:
+            for tap, points in enumerate(self.points):
+                for asked in points:
+                    self._askers.setdefault(asked, set()).add(tap)
+        wholes = (Point(point.name, point.side, point.leaf[:n], point.op) for n in range(len(point.leaf) + 1))
+        return set().union(*(self._askers.get(whole, ()) for whole in wholes))
 
     def _of(self, tap: Tap) -> Wish:
         level = tap.statistics or self.default.level
@@ -245,14 +256,3 @@ def _refuse_conflicts(whole: Plan) -> None:
 
 def _what(keep: Any) -> str:
     return getattr(keep, "__name__", None) or repr(keep)
-
-
-def _among(point: Point, points: list[Point]) -> bool:
-    return any(
-        p.name == point.name and p.side == point.side and p.op == point.op and _starts(point.leaf, p.leaf)
-        for p in points
-    )
-
-
-def _starts(leaf: Leaf, prefix: Leaf) -> bool:
-    return leaf[: len(prefix)] == prefix

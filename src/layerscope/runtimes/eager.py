@@ -122,9 +122,9 @@ def compiled_parts(model: torch.nn.Module) -> list[str]:
     return [name or "." for name, module in modules_of(model).by_name.items() if _is_compiled(module)]
 
 
-def why_silent(model: torch.nn.Module, name: str) -> str:
+def why_silent(modules: Modules, name: str) -> str:
     """Say why a module that was asked for never ran, as far as the model's structure tells."""
-    by_name, _ = modules_of(model)
+    by_name = modules.by_name
     parts = name.split(".")
     for depth in range(len(parts), -1, -1):
         if _is_compiled(by_name.get(".".join(parts[:depth]))):
