@@ -9,6 +9,7 @@
     ├── Unsupported      (TypeError)         a dtype, layout or model that is refused, with the reason
     ├── MissingExtra     (ImportError)       an optional library, with its install line
     ├── BadModel         (ValueError)        MODEL or --inputs that cannot be made into one
+    ├── Incomparable     (ValueError)        runs that have nothing in common to compare
     ├── NotARun          (ValueError)        a path that holds no run
     ├── NewerFormat      (NotARun)           a run written by a later layerscope
     ├── RunExists        (FileExistsError)   `to=` names a run that is already there
@@ -25,6 +26,7 @@ __all__ = [
     "BadModel",
     "BadText",
     "Damaged",
+    "Incomparable",
     "Incomplete",
     "LayerscopeError",
     "MissingExtra",
@@ -72,6 +74,10 @@ class MissingExtra(LayerscopeError, ImportError):
 
 class BadModel(LayerscopeError, ValueError):
     """MODEL or --inputs that cannot be made into a model or its inputs."""
+
+
+class Incomparable(LayerscopeError, ValueError):
+    """Runs that have nothing in common to compare, with the reason for each."""
 
 
 class NotARun(LayerscopeError, ValueError):

@@ -16,10 +16,16 @@ from typing import Any, Literal, cast, get_args
 
 from layerscope.errors import BadText
 
-__all__ = ["SIDES", "WRAPPERS", "Leaf", "Moment", "Point", "Side", "escape", "unescape", "unwrapped"]
+__all__ = ["SIDES", "SIDE_TITLES", "WRAPPERS", "Leaf", "Moment", "Point", "Side", "escape", "unescape", "unwrapped"]
 
 Side = Literal["input", "output", "grad_input", "grad_output"]
 SIDES: tuple[Side, ...] = get_args(Side)
+SIDE_TITLES: dict[Side, str] = {  # in the order of a page
+    "output": "outputs",
+    "input": "inputs",
+    "grad_output": "gradients of the outputs",
+    "grad_input": "gradients of the inputs",
+}
 Leaf = tuple[int | str, ...]
 
 # What DDP, torch.compile, FSDP and activation checkpointing put into module names.

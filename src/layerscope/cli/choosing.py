@@ -1,52 +1,22 @@
-"""Which points and which moment of a run a command is about.
+"""Which moment of a run a command is about, and in which order its points are shown.
 
-points = chosen(run, ["model.layers.*"])
-moment = latest(run, points, {"epoch": 2})
+moment, entries = at(run, points, {"epoch": 2})
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from layerscope.errors import BadText, NoSuchPoint
-from layerscope.patterns import Place, select, select_op, split
+from layerscope.errors import NoSuchPoint
 from layerscope.points import Moment, Point
 
 if TYPE_CHECKING:
     from layerscope.store import Entry, Reader
 
-__all__ = ["Given", "at", "by_depth", "chosen", "spans"]
+__all__ = ["Given", "at", "by_depth", "spans"]
 
 Given = Mapping[str, int | None]  # epoch, step, batch, call, rank: as far as the caller said
-
-
-def chosen(run: Reader, patterns: Sequence[str]) -> list[Point]:
-    """Return the points of the run that the patterns name, or every one; raises NoSuchPoint when there are none."""
-    if not patterns:
-        return list(run.points)
-    modules, ops = split(patterns)
-    for pattern in modules:
-        if pattern.kind == "type":
-            raise BadText(f"{str(pattern)!r}: a run keeps names, not classes; `layerscope points RUN` lists them.")
-    names = dict.fromkeys(p.name for p in run.points if not p.op)
-    try:
-        wanted = select(modules, [Place(name) for name in names]) if modules else []
-    except NoSuchPoint as error:  # it speaks of a model, and this is a run
-        raise NoSuchPoint(
-            str(error).replace("`layerscope points MODEL`", f"`layerscope points {run.address}`")
-        ) from None
-    for name in dict.fromkeys(p.name for p in run.points if p.op):
-        wanted += select_op(ops, name)
-    by_place: dict[tuple[bool, str, str], list[Point]] = {}
-    for point in wanted:
-        by_place.setdefault((point.op, point.name, point.side), []).append(point)
-    found = [
-        p for p in run.points if any(p.leaf[: len(w.leaf)] == w.leaf for w in by_place.get((p.op, p.name, p.side), ()))
-    ]
-    if not found:
-        raise NoSuchPoint(_nothing(run, patterns, wanted))
-    return found
 
 
 def at(run: Reader, points: Iterable[Point], given: Given) -> tuple[Moment, list[Entry]]:
@@ -110,16 +80,3 @@ def _there_is(run: Reader) -> str:
         if numbers and (word == "step" or numbers != {0}):
             words.append(f"{word} {spans(numbers)}")
     return "there is " + ", ".join(words)
-
-
-def _nothing(run: Reader, patterns: Sequence[str], wanted: Sequence[Point]) -> str:
-    asked = " ".join(repr(p) for p in patterns)
-    names = {p.name for p in wanted}
-    reasons = [m for m in run.missing if Point.parse(m.point).name in names] if names else []
-    if reasons:
-        return f"{asked} was asked for and is missing from the run: {reasons[0].point}: {reasons[0].reason}."
-    there = [str(p) for p in run.points if p.name in names]
-    if there:
-        more = f" and {len(there) - 3} more" if len(there) > 3 else ""
-        return f"{asked} matches no point of the run; there is {', '.join(there[:3])}{more}."
-    return f"{asked} matches no point of the run; `layerscope points {run.address}` lists them all."

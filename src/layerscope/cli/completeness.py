@@ -50,6 +50,9 @@ def completeness_parts(run: Reader, name: str, *, damaged: Sequence[Damage] | No
         lacks.append(damage_text(damaged))
     if done.state != "complete":
         ended = STATES.get(done.state, done.state)
+        if run.layout != "layerscope":
+            ended = f"a dump in the {run.layout} layout, which does not say whether it is complete"
+            held = f"{many(len(run.points), 'point')}, {many(done.records, 'record')}"
         lacking = f", with {' and '.join(lacks)}" if lacks else ""
         seal = f"; `layerscope recover {name}` seals it" if done.state in ("recording", "interrupted") else ""
         yield Sentence(f"{ended}{lacking}: {held}{seal}", "bad" if damaged else "warn")
@@ -57,6 +60,8 @@ def completeness_parts(run: Reader, name: str, *, damaged: Sequence[Damage] | No
         yield Sentence(f"finished with {' and '.join(lacks)}: {held}", "bad" if lost or damaged else "warn")
     else:
         yield Sentence(f"complete: {held}", "good")
+    if run.layout != "layerscope":
+        yield from (Sentence(note, "warn") for note in run.notes[:MOST])
     if done.recomputed:
         yield Sentence(f"{many(done.recomputed, 'call')} repeated by activation checkpointing, recorded once", "quiet")
     if run.missing:
@@ -110,6 +115,7 @@ def run_facts(run: Reader) -> Facts:
     words = [manifest.started.replace("T", " ").replace("+00:00", " UTC"), *on]
     data = {
         "address": run.address,
+        "layout": run.layout,
         "state": run.state,
         "class": kind,
         "parameters": parameters if isinstance(parameters, int) else None,
@@ -130,7 +136,7 @@ def run_facts(run: Reader) -> Facts:
         (
             Fact("model", model, audience="page"),
             *([Fact("mode", manifest.mode, audience="page")] if manifest.mode else []),
-            Fact("recorded", ", ".join(word for word in words if word), audience="page"),
+            *([Fact("recorded", ", ".join(filter(None, words)), audience="page")] if any(words) else []),
             *(Fact(label, value, audience="data") for label, value in data.items()),
         ),
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from layerscope.cli import options
-from layerscope.cli.choosing import by_depth, chosen
+from layerscope.cli.choosing import by_depth
 from layerscope.cli.completeness import completeness_parts, damage_of, many, run_facts
 from layerscope.cli.page import Tell, counting, put, working
 from layerscope.cli.statistics import shape_text
@@ -80,7 +80,9 @@ def _run(of: str) -> Reader | None:
 
 def run_document(run: Reader, name: str, patterns: Sequence[str], tell: Tell) -> tuple[Document, list[Damage]]:
     """List what was recorded: point by point, how often, of what type and shape; and what cannot be read."""
-    points = by_depth(chosen(run, patterns))
+    from layerscope.store import selected
+
+    points = by_depth(selected(run, patterns))
     wanted = set(points)
     records: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()

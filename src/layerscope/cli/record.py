@@ -124,8 +124,8 @@ def _withdraw(run: Path) -> None:
 
     Only the files a writer makes before its first record are removed; when anything else is there, all of it stays.
     """
-    from layerscope.store import open_run
-    from layerscope.store.address import rank_folder
+    from layerscope.store import Run
+    from layerscope.store.address import folder, rank_folder
     from layerscope.store.appender import JOURNAL
     from layerscope.store.manifest import NAME
 
@@ -134,7 +134,7 @@ def _withdraw(run: Path) -> None:
     with suppress(OSError, LayerscopeError):
         if not made.issuperset(run.rglob("*")):
             return
-        opened = open_run(run)
+        opened = Run(folder(run))
         holds = len(opened) or opened.damaged or opened.notes
         opened.close()
         if not holds:

@@ -10,7 +10,7 @@ import click
 
 from layerscope.cli import options
 from layerscope.cli.adjacent import Change, chains, changes
-from layerscope.cli.choosing import Given, at, chosen, spans
+from layerscope.cli.choosing import Given, at, spans
 from layerscope.cli.completeness import completeness_parts, damage_of, run_facts
 from layerscope.cli.page import Tell, counting, put
 from layerscope.cli.statistics import Row, broken_parts, name_cell, point_tables, rows_at
@@ -61,10 +61,12 @@ def document(
 
     Returned with it is what cannot be read; some of that shows only when the statistics are made.
     """
+    from layerscope.store import selected
+
     parts: list[Part] = []
     unread: list[Damage] = []
     if run.points:
-        points = chosen(run, patterns)
+        points = selected(run, patterns)
         moment, entries = at(run, points, given)
         rows, unread = rows_at(run, points, entries, tell)
         parts += [Sentence(text, "quiet") for text in _which(run, points, moment, given, rows)]

@@ -12,7 +12,7 @@ from layerscope.cli.choosing import by_depth, spans
 from layerscope.cli.completeness import many
 from layerscope.cli.page import Tell
 from layerscope.errors import LayerscopeError
-from layerscope.points import Point, Side, leaf_text
+from layerscope.points import SIDE_TITLES, Point, leaf_text
 from layerscope.report.parts import Cell, Column, Heading, Part, Sentence, Table, Tone, Value
 
 if TYPE_CHECKING:
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Row", "Rows", "broken_parts", "name_cell", "point_tables", "rows_at", "shape_text"]
 
 TIMES = "\u00d7"
-SIDE_TITLES: dict[Side, str] = {  # in the order of the page
-    "output": "outputs",
-    "input": "inputs",
-    "grad_output": "gradients of the outputs",
-    "grad_input": "gradients of the inputs",
-}
 # Beyond this ratio between the largest and the smallest, a linear bar shows the largest alone.
 LOG_FROM = 200
 

@@ -8,17 +8,21 @@ The README beside this file states the format.
 
 from __future__ import annotations
 
+from layerscope.store.index import cache_folder
+from layerscope.store.layouts.writing import Converted, convert
 from layerscope.store.manifest import Completeness, Dropped, Manifest, Missing
 from layerscope.store.memory import MemoryRun
 from layerscope.store.reader import Entry, Reader
 from layerscope.store.recovery import Damage, Recovery, recover
 from layerscope.store.run import Run, open_run
+from layerscope.store.selecting import selected
 from layerscope.store.table import Table
 from layerscope.store.writer import Blob, Writer
 
 __all__ = [
     "Blob",
     "Completeness",
+    "Converted",
     "Damage",
     "Dropped",
     "Entry",
@@ -30,6 +34,9 @@ __all__ = [
     "Run",
     "Table",
     "Writer",
+    "cache_folder",
+    "convert",
     "open_run",
     "recover",
+    "selected",
 ]

@@ -27,7 +27,7 @@ from layerscope.store.checksum import crc32c, text
 from layerscope.store.journal import Record, parsed, walk
 from layerscope.store.segment import Placed
 
-__all__ = ["WHEN", "Index", "Row", "cached", "journals"]
+__all__ = ["WHEN", "Index", "Row", "cache_folder", "cached", "journals"]
 
 WHEN = ("epoch", "step", "batch", "call", "rank")
 
@@ -313,14 +313,21 @@ def cached(files: Folder) -> Path | None:
     """Return where the index of a run is kept, None when it is not worth a file or there is no place for one."""
     if sum(files.size(name) for name in journals(files)) < _WORTH_KEEPING:
         return None
-    name = hashlib.sha256(os.fsencode(files.address)).hexdigest()[:32] + ".sqlite"
+    place = cache_folder()
+    if place is None:
+        return None
+    return place / (hashlib.sha256(os.fsencode(files.address)).hexdigest()[:32] + ".sqlite")
+
+
+def cache_folder() -> Path | None:
+    """Return a folder of this user's for what can be made anew, None when there is no place for one."""
     for place in _places():
         try:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # In a shared temporary folder somebody else could have put an index of his own making there.
+            # In a shared temporary folder somebody else could have put files of his own making there.
             if os.access(place, os.W_OK) and place.stat().st_uid == os.getuid():
                 _forget_old(place)
-                return place / name
+                return place
         except OSError:
             continue
     return None
@@ -338,7 +345,7 @@ def _places() -> Iterator[Path]:
 
 def _forget_old(place: Path) -> None:
     limit = time.time() - _FORGOTTEN
-    for path in place.glob("*.sqlite"):
+    for path in (*place.glob("*.sqlite"), *place.glob("*.compare")):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < limit:
                 path.unlink()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from layerscope.stats import Summary
+    from layerscope.store.recovery import Damage
 
 __all__ = ["Entry", "Reader"]
 
@@ -52,11 +53,24 @@ class Entry:
     dtype: str | None
     shape: tuple[int, ...] | None
     nbytes: int
-    _load: Callable[[], tuple[Summary | None, dict[str, Any]]] = field(repr=False)
+    _reader: Reader = field(repr=False)
+    _row: Row = field(repr=False)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor, as `Reader.tensor` does."""
+        return self._reader._stored(self._row)
+
+    def pieces(self, items: int) -> Iterator[torch.Tensor]:
+        """Go through the tensor's values in row-major order, as flat tensors of at most `items` elements.
+
+        However large the tensor, the memory taken is that of a few pieces. Damaged bytes raise, at the latest after
+        the last piece.
+        """
+        return self._reader._pieces(self._row, items)
 
     @cached_property
     def _rest(self) -> tuple[Summary | None, dict[str, Any]]:
-        return self._load()
+        return self._reader._rest(self._row)
 
     @property
     def summary(self) -> Summary | None:
@@ -70,13 +84,23 @@ class Entry:
 
 
 class Reader(ABC):
-    """The reading verbs, over an index of records; where the bytes are is the subclass's affair."""
+    """The reading verbs, over an index of records; where the bytes are is the subclass's affair.
+
+    `layout` names the layout of the files: `layerscope`, or whose they are. `notes` says in sentences what was odd.
+    """
 
     address: str
+    layout: str = "layerscope"
 
     def __init__(self) -> None:
+        self.notes: list[str] = []
         self._pid = os.getpid()
         self._lock = threading.RLock()
+
+    @property
+    def path(self) -> str:
+        """The folder or file that it lies in, which may hold other modes as well."""
+        return self.address
 
     # What there is ------------------------------------------------------------------------------
 
@@ -124,6 +148,11 @@ class Reader(ABC):
     def replaced(self) -> int:
         """How many records gave way to a later one of the same point and moment."""
 
+    @property
+    def damaged(self) -> list[Damage]:
+        """What was written and cannot be read, as far as that shows without reading every tensor."""
+        return []
+
     def __len__(self) -> int:
         return self._ask(len)
 
@@ -164,12 +193,7 @@ class Reader(ABC):
         was written.
         """
         row = self._one(name, _when(epoch, step, batch, call, rank))
-        if row.facts.dtype is None:
-            raise NoSuchPoint(
-                f"{_told(name)} at {row.facts.moment} has a summary and no tensor in {self.address}; "
-                "record with keep='tensor' or keep='both' to have it"
-            )
-        return self._tensor(row, _range(row, rows))
+        return self._stored(row, rows)
 
     def summary(
         self,
@@ -200,6 +224,12 @@ class Reader(ABC):
 
     @abstractmethod
     def _tensor(self, row: Row, rows: range | None) -> torch.Tensor: ...
+
+    def _pieces(self, row: Row, items: int) -> Iterator[torch.Tensor]:
+        """Cut the whole tensor; a subclass that can read a stretch of a file does better."""
+        flat = self._tensor(row, None).reshape(-1)
+        for start in range(0, flat.numel(), items):
+            yield flat[start : start + items]
 
     @abstractmethod
     def _nbytes(self, row: Row) -> int: ...
@@ -311,10 +341,18 @@ class Reader(ABC):
 
     # Records ------------------------------------------------------------------------------------
 
+    def _stored(self, row: Row, rows: slice | None = None) -> torch.Tensor:
+        if row.facts.dtype is None:
+            raise NoSuchPoint(
+                f"{row.facts.point!r} at {row.facts.moment} has a summary and no tensor in {self.address}; "
+                "record with keep='tensor' or keep='both' to have it"
+            )
+        return self._tensor(row, _range(row, rows))
+
     def _entry(self, row: Row) -> Entry:
         facts = row.facts
         point, size = parsed(facts.point), self._nbytes(row)
-        return Entry(point, facts.moment, facts.dtype, facts.shape, size, lambda: self._rest(row))
+        return Entry(point, facts.moment, facts.dtype, facts.shape, size, self, row)
 
     def _summary(self, row: Row) -> Summary:
         stored = self._rest(row)[0]

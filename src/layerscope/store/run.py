@@ -12,12 +12,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
 
 from layerscope.errors import Damaged, NotARun
 from layerscope.store.address import (
@@ -32,10 +35,11 @@ from layerscope.store.address import (
     rank_of,
     segment,
 )
-from layerscope.store.checksum import crc32c
+from layerscope.store.checksum import Bytes, bytes_of, crc32c
 from layerscope.store.dtypes import STORED, nbytes, stored
 from layerscope.store.index import Index, Row, cached
 from layerscope.store.journal import lines, rest_of
+from layerscope.store.layouts import LAYOUTS, Place, recognised
 from layerscope.store.manifest import NAME, Completeness, Manifest
 from layerscope.store.reader import Reader, T
 from layerscope.store.recovery import Damage
@@ -52,16 +56,47 @@ __all__ = ["Run", "open_run"]
 _LARGEST_MANIFEST = 256 << 20
 
 
-def open_run(address: Address) -> Run:
-    """Open a run by path, `file://` or any fsspec address; raises NotARun with what was found there instead."""
+def open_run(address: Address, *, mode: str | None = None) -> Reader:
+    """Open a run, or a dump in another layout, by path, `file://` or any fsspec address.
+
+    An address may end in `:MODE` where that is not part of its name: `layer_outputs:2-1`. Raises NotARun with what was
+    found there instead, or with the modes there are; Ambiguous when there are several and none was asked for.
+    """
+    place = _place(address, mode)
+    reader: Reader | None = native(place.files) if place.file is None else None
+    if reader is None:
+        reader = recognised(place)
+    if reader is None:
+        raise NotARun(
+            f"{place.address} is not a run: {place.found()}. A run is a folder with {NAME} and rank-00000/journal in "
+            f"it, or a dump in a layout of {', '.join(name.replace('_', '-') for name in LAYOUTS)}"
+        )
+    if place.mode not in (None, reader.manifest.mode):
+        known = reader.manifest.mode
+        there = f"that is mode {known}" if known is not None else f"a {reader.layout} run that names no mode"
+        raise NotARun(f"{place.address} has no mode {place.mode!r}: {there}")
+    return reader
+
+
+def _place(address: Address, mode: str | None) -> Place:
+    """Tell a mode behind a colon from a name that has one: what exists under its whole name is meant so."""
     files = folder(address)
-    for recognise in RECOGNISERS:
-        run = recognise(files)
-        if run is not None:
-            return run
-    raise NotARun(
-        f"{files.address} is not a run: {files.found()}. A run is a folder with {NAME} and rank-00000/journal in it"
-    )
+    before, colon, asked = os.fspath(address).rpartition(":")
+    if colon and before and asked and "/" not in asked and not _exists(files) and _exists(folder(before)):
+        if mode not in (None, asked):
+            raise NotARun(f"{address} asks for mode {asked!r}, and mode={mode!r} for another; ask for one of them")
+        files, mode = folder(before), asked
+    if isinstance(files, LocalFolder):
+        if files.path.is_file():
+            return Place(LocalFolder(files.path.parent), files.path.name, mode)
+    elif files.names() == [files.address.rpartition("/")[2]]:  # fsspec lists a file as itself
+        above, _, name = files.address.rpartition("/")
+        return Place(folder(above), name, mode)
+    return Place(files, None, mode)
+
+
+def _exists(files: Folder) -> bool:
+    return files.path.exists() if isinstance(files, LocalFolder) else bool(files.names())
 
 
 def native(files: Folder) -> Run | None:
@@ -76,9 +111,6 @@ def native(files: Folder) -> Run | None:
     return Run(files) if manifest is not None or has_journal else None
 
 
-RECOGNISERS: tuple[Callable[[Folder], Run | None], ...] = (native,)
-
-
 @final
 class Run(Reader):
     """What one execution left on disk.
@@ -91,7 +123,6 @@ class Run(Reader):
     def __init__(self, files: Folder) -> None:
         super().__init__()
         self.address = files.address
-        self.notes: list[str] = []
         self._files = files
         self._table: Index | None = None
         self._verified: set[tuple[int, int, int]] = set()
@@ -295,7 +326,8 @@ class Run(Reader):
         except (KeyError, TypeError, ValueError) as error:
             raise self._damage(row, f"its summary does not read back ({error})", file=row.journal) from error
 
-    def _tensor(self, row: Row, rows: range | None) -> torch.Tensor:
+    def _placed(self, row: Row) -> tuple[Placed, str, tuple[int, ...]]:
+        """Return where a tensor's bytes are, and as what they are read."""
         facts = row.facts
         placed, dtype, shape = facts.placed, facts.dtype, facts.shape
         if placed is None or dtype is None or shape is None:
@@ -304,6 +336,33 @@ class Run(Reader):
             raise self._damage(
                 row, f"{placed.length} bytes are not a {dtype} tensor of shape {list(shape)}", file=row.journal
             )
+        return placed, dtype, shape
+
+    def _pieces(self, row: Row, items: int) -> Iterator[torch.Tensor]:
+        """Read stretch by stretch, into memory that is used again as soon as nobody holds a piece in it.
+
+        Not through a mapping, whose pages would count as this process's until the last one is read.
+        """
+        import torch
+
+        placed, dtype, _ = self._placed(row)
+        size, check = items * stored(dtype).itemsize, 0
+        buffers = _Buffers(min(size, placed.length))
+        with self._opened(row, placed) as read:
+            for start in range(0, placed.length, size):
+                data = buffers.free()[: placed.length - start]
+                if read(data, placed.offset + start) != data.size:
+                    raise self._damage(row, f"{self._file(row)} ends before its bytes do")
+                check = crc32c(data, check)
+                piece = _as_tensor(torch.from_numpy(data), dtype, (data.size // stored(dtype).itemsize,))
+                del data
+                yield piece
+                del piece
+        if check != placed.crc32c:
+            raise self._damage(row, f"the bytes in {self._file(row)} are not what was written (checksum)")
+
+    def _tensor(self, row: Row, rows: range | None) -> torch.Tensor:
+        placed, dtype, shape = self._placed(row)
         mapped = self._mapped_file(row, placed)
         if rows is None:
             flat = self._bytes(row, placed, mapped)
@@ -363,6 +422,39 @@ class Run(Reader):
                 raise self._damage(row, f"{name} ends before its bytes do")
         raise self._damage(row, f"there is neither {stem}{SEALED} nor {stem}{PARTIAL}")
 
+    @contextlib.contextmanager
+    def _opened(self, row: Row, placed: Placed) -> Iterator[Callable[[Bytes, int], int]]:
+        """Open a record's segment once, and yield what fills a buffer from a place in it and says how far."""
+        name, fd = self._source(row, placed)
+
+        def fetch(buffer: Bytes, offset: int) -> int:
+            data = self._files.read(name, offset=offset, length=buffer.size)
+            buffer[: len(data)] = bytes_of(data)
+            return len(data)
+
+        def fill(buffer: Bytes, offset: int) -> int:
+            done = 0
+            while done < buffer.size and (got := os.preadv(fd, [buffer[done:].data], offset + done)):
+                done += got
+            return done
+
+        try:
+            yield fetch if fd < 0 else fill
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _source(self, row: Row, placed: Placed) -> tuple[str, int]:
+        """Return the segment that holds a record, sealed or not yet, and its open file (-1 where it is not local)."""
+        stem = self._stem(row)
+        # The writer may seal between two attempts.
+        for name in (stem + SEALED, stem + PARTIAL, stem + SEALED):
+            with contextlib.suppress(FileNotFoundError):
+                self._check_end(row, placed, self._files.size(name))
+                local = isinstance(self._files, LocalFolder)
+                return name, os.open(f"{self.address}/{name}", os.O_RDONLY) if local else -1
+        raise self._damage(row, f"there is neither {stem}{SEALED} nor {stem}{PARTIAL}")
+
     def _check_end(self, row: Row, placed: Placed, size: int) -> None:
         """Refuse an offset outside the file before anything is allocated for it."""
         if placed.offset < ROOM or placed.offset + placed.length > size:
@@ -408,6 +500,25 @@ def _remove(path: Path | None) -> None:
     if path is not None:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+class _Buffers:
+    """Buffers of one size, given out again when the last array or tensor over one of them is gone."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._all: list[Bytes] = [np.empty(size, np.uint8)]
+        self._unused = self._references(0)
+
+    def free(self) -> Bytes:
+        for number in range(len(self._all)):
+            if self._references(number) == self._unused:
+                return self._all[number]
+        self._all.append(np.empty(self._size, np.uint8))
+        return self._all[-1]
+
+    def _references(self, number: int) -> int:
+        return sys.getrefcount(self._all[number])
 
 
 def _as_tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

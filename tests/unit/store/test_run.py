@@ -375,3 +375,97 @@ def test_summaries_leave_out_only_what_is_damaged_and_say_why(path, wrong):
     assert [row["mean"] for row in rows] == [2.5, None, 22.5, 32.5]
     assert [row["damaged"] is None for row in rows] == [True, False, True, True]
     assert "checksum" in rows[1]["damaged"]
+
+
+# Pieces -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(tmp_path, write):
+    """One record of 5000 numbers, sealed."""
+    values = np.arange(5000, dtype=np.float32)
+    write(tmp_path / "large", [("p", Moment(), values.reshape(50, 100))]).close()
+    return tmp_path / "large", values
+
+
+@pytest.mark.parametrize("items", [1, 7, 4999, 5000, 10**12])
+def test_pieces_are_the_tensor_cut_flat(large, items):
+    path, values = large
+    pieces = list(next(open_run(path).records("p")).pieces(items))
+    assert all(piece.numel() == items for piece in pieces[:-1])
+    assert torch.cat(pieces).tolist() == values.tolist()
+
+
+def test_pieces_that_are_held_stay_as_they_were_and_others_share_memory(large):
+    path, values = large
+    entry = next(open_run(path).records("p"))
+    held = list(entry.pieces(100))
+    views = [piece[10:20].numpy() for piece in entry.pieces(100)]
+    assert torch.cat(held).tolist() == values.tolist()
+    assert [view.tolist() for view in views] == values.reshape(50, 100)[:, 10:20].tolist()
+    assert len({piece.data_ptr() for piece in entry.pieces(100)}) < 4
+
+
+@pytest.mark.parametrize("dtype", STORED)
+def test_pieces_have_the_recorded_dtype(tmp_path, dtype):
+    kind = getattr(torch, dtype)
+    raw = np.arange(48 * kind.itemsize, dtype=np.uint8) % 2
+    writer = Writer(tmp_path / "run", Manifest())
+    writer.write(Point("p"), Moment(), blob=Blob(dtype, (6, 8), raw.nbytes, lambda: raw))
+    writer.close()
+    run = open_run(tmp_path / "run")
+    pieces = list(next(run.records("p")).pieces(20))
+    assert [(piece.dtype, piece.numel()) for piece in pieces] == [(kind, 20), (kind, 20), (kind, 8)]
+    assert b"".join(piece.view(torch.uint8).numpy().tobytes() for piece in pieces) == raw.tobytes()
+
+
+def test_pieces_of_a_segment_still_being_written_are_read(tmp_path, write):
+    values = np.arange(300, dtype=np.float32)
+    writer = write(tmp_path / "run", [("p", Moment(), values)])
+    writer.flush()
+    entry = next(open_run(tmp_path / "run").records("p"))
+    assert list((tmp_path / "run/rank-00000").glob("*.partial"))
+    assert torch.cat(list(entry.pieces(64))).tolist() == values.tolist()
+    writer.close()
+    assert torch.cat(list(entry.pieces(64))).tolist() == values.tolist()
+
+
+def test_pieces_of_a_remote_run_are_fetched(write):
+    values = np.arange(300, dtype=np.float32)
+    write("memory://pieces/run", [("p", Moment(), values)]).close()
+    entry = next(open_run("memory://pieces/run").records("p"))
+    assert torch.cat(list(entry.pieces(64))).tolist() == values.tolist()
+
+
+def test_a_wrong_bit_is_told_after_the_last_piece_at_the_latest(large, wrong):
+    path, _ = large
+    wrong(path / "rank-00000/segment-00000.safetensors", ROOM + 700)
+    run = open_run(path)
+    with pytest.raises(Damaged, match="not what was written"):
+        list(next(run.records("p")).pieces(64))
+    assert run.damaged[0].point == "p:output"
+
+
+def test_a_segment_that_is_cut_or_gone_has_no_pieces(large):
+    path, _ = large
+    entry = next(open_run(path).records("p"))
+    segment = path / "rank-00000/segment-00000.safetensors"
+    pieces = entry.pieces(64)
+    next(pieces)
+    os.truncate(segment, ROOM + 900)
+    with pytest.raises(Damaged, match="ends before its bytes do"):
+        list(pieces)
+    with pytest.raises(Damaged, match="are not inside"):
+        next(entry.pieces(64))
+    segment.unlink()
+    with pytest.raises(Damaged, match="there is neither"):
+        next(entry.pieces(64))
+
+
+def test_giving_up_half_way_closes_the_file(large):
+    path, _ = large
+    entry = next(open_run(path).records("p"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in entry.pieces(64):
+        break
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

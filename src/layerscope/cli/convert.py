@@ -1,0 +1,117 @@
+"""`layerscope convert`: a run in another layout, with what was written and what had no place there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from layerscope.cli import options
+from layerscope.cli.completeness import MOST, many
+from layerscope.cli.page import counting, put
+from layerscope.cli.statistics import shape_text
+from layerscope.report.parts import Cell, Column, Document, Fact, Facts, Part, Sentence, Table
+from layerscope.report.writing import NOTHING
+
+if TYPE_CHECKING:
+    from layerscope.store import Converted
+
+__all__ = ["command", "document"]
+
+LAYOUTS = ("layerscope", "quamba", "first-layer", "neuron", "monitor")
+
+EXAMPLES = options.examples(
+    "layerscope convert runs/2-1 layer_outputs --to quamba --mode 2-1",
+    "layerscope convert layer_outputs:2-1 runs/2-1 --to layerscope",
+    "layerscope convert runs/bf16 full_model --to neuron --step 0",
+)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def moments(command: Command) -> Command:
+    """Which records are meant, where the layout holds one moment."""
+    for word in ("rank", "call", "batch", "epoch", "step"):
+        meaning = f"Only records of this {word}."
+        command = click.option(f"--{word}", type=click.IntRange(min=0), metavar="N", help=meaning)(command)
+    return command
+
+
+@click.command(short_help="Write a run in another layout.", epilog=EXAMPLES)
+@click.argument("source", metavar="SOURCE")
+@click.argument("target", metavar="TARGET")
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
+@click.option("--to", "layout", type=click.Choice(LAYOUTS), required=True, help="The layout to write.")
+@click.option("--mode", metavar="M", help="The mode's name in TARGET; default: SOURCE's own.")
+@click.option("--overwrite", is_flag=True, help="Replace what TARGET has of this mode.")
+@moments
+@options.as_json
+def command(
+    source: str,
+    target: str,
+    patterns: tuple[str, ...],
+    layout: Any,
+    mode: str | None,
+    overwrite: bool,
+    as_json: bool,
+    **given: int | None,
+) -> int:
+    """Write SOURCE, a run or a dump in any layout that is read, as TARGET, of the points that PATTERNs name.
+
+    A layout that numbers its layers takes the outputs of the decoder layers. What has no place in it is listed.
+    """
+    from layerscope.store import convert
+
+    with counting("writing") as tell:
+        done = convert(
+            source, target, layout=layout, mode=mode, points=patterns, overwrite=overwrite, tell=tell, **given
+        )
+    put(document(done, target), "json" if as_json else "terminal")
+    return 0
+
+
+def document(done: Converted, name: str) -> Document:
+    """Build the page of a conversion."""
+    return Document(name, tuple(_parts(done)))
+
+
+def _parts(done: Converted) -> Iterator[Part]:
+    tensors = [each for each in done.written if each.dtype is not None]
+    mode = f", mode {done.mode}" if done.mode is not None else ""
+    wrote = f"{many(len(tensors), 'tensor')} written in the {done.layout} layout{mode}"
+    summaries = len(done.written) - len(tensors)
+    wrote += f", and statistics alone of {many(summaries, 'other')}" if summaries else ""
+    left = sum(each.records for each in done.left_out)
+    wrote += f"; {many(left, 'record')} left out" if left else ""
+    yield Sentence(wrote, "warn" if left else "good")
+    changed = sorted({(w.recorded_dtype, w.dtype) for w in tensors if w.dtype != w.recorded_dtype})
+    for recorded, written in changed:
+        yield Sentence(f"{recorded} is written as {written}, because the files have no word for it", "warn")
+    for note in done.notes:
+        yield Sentence(note, "warn")
+    facts = {"source": done.source, "target": done.target, "layout": done.layout, "mode": done.mode}
+    yield Facts("converted", tuple(Fact(label, value, audience="data") for label, value in facts.items()))
+    columns = [
+        Column("point", "written", "name"),
+        Column("file", "as"),
+        Column("dtype", "dtype", rank=1),
+        Column("shape", "shape", rank=1),
+        Column("moment", "at", rank=2),
+        Column("recorded_dtype", "recorded dtype", audience="data"),
+    ]
+    rows = [
+        (str(w.point), w.file or None, w.dtype, _shape(w.shape), str(w.moment), w.recorded_dtype) for w in done.written
+    ]
+    yield Table.of("written", columns, rows, most=MOST)
+    if done.left_out:
+        columns = [
+            Column("point", "left out", "name"),
+            Column("records", "records", "count"),
+            Column("reason", "because"),
+        ]
+        yield Table.of("left_out", columns, [(str(e.point), e.records, e.reason) for e in done.left_out], most=MOST)
+
+
+def _shape(shape: tuple[int, ...] | None) -> Cell:
+    return Cell(None, text=NOTHING) if shape is None else Cell(list(shape), text=shape_text(shape))

@@ -1,0 +1,116 @@
+"""Layerscope's own layout, written from any other.
+
+    convert("layer_outputs:2-1", "runs/2-1", layout="layerscope")
+
+The new run is written beside its place and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from layerscope.errors import Damaged, RunExists
+from layerscope.store.address import PARTIAL, Address, LocalFolder, folder
+from layerscope.store.manifest import NAME, Completeness
+from layerscope.store.writer import Blob, Writer
+
+if TYPE_CHECKING:
+    from layerscope.stats import Summary
+    from layerscope.store.layouts.writing import Job
+    from layerscope.store.reader import Entry
+
+__all__ = ["write"]
+
+# Nobody is kept from computing: better to wait for the disk than to drop.
+_PATIENCE = 3600.0
+# How a recording can have ended; what is still being written has not.
+_ENDED = ("complete", "recovered", "interrupted")
+
+
+def write(job: Job) -> None:
+    """Write every record that was asked for, with its statistics, as a run of layerscope's own."""
+    entries = [entry for point in job.points for entry in job.entries(point)]
+    if not entries:
+        raise job.nothing("no record")
+    entries.sort(key=lambda entry: entry.moment)
+    files = folder(job.target)
+    if not isinstance(files, LocalFolder):
+        _fill(job, job.target, entries)
+        return
+    path = files.path
+    there = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if there and not job.overwrite:
+        raise RunExists(f"{path} is already there; overwrite=True or --overwrite replaces a run")
+    if there and not (path / NAME).is_file():
+        raise RunExists(f"{path} is there and no run of layerscope's: {files.found()}; it is not replaced")
+    beside, before = path.with_name(path.name + PARTIAL), path.with_name(path.name + ".replaced")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        _fill(job, beside, entries)
+        if there:
+            path.rename(before)
+        elif path.exists():
+            path.rmdir()
+        beside.rename(path)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        with suppress(OSError):
+            if there and not path.exists():
+                before.rename(path)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _fill(job: Job, target: Address, entries: list[Entry]) -> None:
+    """Write the records, each rank's into its own folder."""
+    source, was = job.source.manifest, job.source.manifest.completeness
+    origin = {"converted_from": {"address": job.source.address, "layout": job.source.layout}}
+    manifest = replace(source, mode=job.mode, settings=source.settings | origin, completeness=Completeness())
+    done = 0
+    for rank in sorted({entry.moment.rank for entry in entries}):
+        writer = Writer(target, manifest, rank=rank, wait=_PATIENCE)
+        for entry in (each for each in entries if each.moment.rank == rank):
+            blob = None
+            if entry.dtype is not None and entry.shape is not None:
+                blob = Blob(entry.dtype, entry.shape, entry.nbytes, _bytes_of(entry))
+            writer.write(entry.point, entry.moment, blob=blob, summary=_summary_of(entry), note=entry.note or None)
+            job.tell(str(entry.point), done, len(entries))
+            done += 1
+        stated = writer.close(
+            forwards=was.forwards,
+            points=len(job.points),
+            recomputed=was.recomputed,
+            missing=was.missing,
+            failed=was.failed,
+            state=was.state if was.state in _ENDED else "unknown",
+        )
+        if stated.dropped:
+            lost = stated.dropped[0]
+            raise Damaged(f"{lost.point} at {lost.first} could not be taken over: {lost.reason}")
+    for entry in entries:
+        job.wrote(entry, "", entry.dtype)
+
+
+def _bytes_of(entry: Entry) -> Callable[[], Any]:
+    def data() -> Any:
+        import torch
+
+        return entry.tensor().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+    return data
+
+
+def _summary_of(entry: Entry) -> Summary | Callable[[], Summary] | None:
+    if entry.summary is not None or entry.dtype is None:
+        return entry.summary
+
+    def summary() -> Summary:
+        from layerscope.stats import summarize
+
+        return summarize(entry.tensor())
+
+    return summary

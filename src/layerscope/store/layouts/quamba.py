@@ -1,0 +1,165 @@
+"""Quamba's layout: `mode_{M}_layer_{i}.npy` and `mode_{M}_stats.json`, several modes in one folder.
+
+    open_run("layer_outputs:2-1").tensor("layers.0")        # also layer_0, mode_2-1_layer_0
+
+Layers count from 0. A mode may have dashes in its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layerscope.errors import RunExists
+from layerscope.points import Moment, Point
+from layerscope.store.layouts.arrays import npy
+from layerscope.store.layouts.foreign import ForeignRun, Item
+from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.statistics import described, object_in, summary_of
+from layerscope.store.manifest import Completeness, Manifest, now
+
+if TYPE_CHECKING:
+    from layerscope.store.layouts.writing import Job
+
+__all__ = ["about", "array_name", "recognise", "said_of", "statistics_name", "timestamp", "write"]
+
+_ARRAY = re.compile(r"mode_(.+)_layer_(\d{1,9})\.npy")
+_STATISTICS = re.compile(r"mode_(.+)_stats\.json")
+_ENTRY = re.compile(r"layer_(\d{1,9})")
+
+
+def array_name(mode: str, layer: int) -> str:
+    """Return the name of a layer's file."""
+    return f"mode_{mode}_layer_{layer}.npy"
+
+
+def statistics_name(mode: str) -> str:
+    """Return the name of a mode's statistics file."""
+    return f"mode_{mode}_stats.json"
+
+
+def recognise(place: Place) -> ForeignRun | None:
+    """Read a folder in this layout; None when it has no such files."""
+    arrays: dict[str, dict[int, str]] = {}
+    statistics: dict[str, str] = {}
+    for name in place.names:
+        if match := _ARRAY.fullmatch(name):
+            arrays.setdefault(match[1], {})[int(match[2])] = name
+        elif match := _STATISTICS.fullmatch(name):
+            statistics[match[1]] = name
+    modes = sorted({*arrays, *statistics})
+    return _opened(place, place.choose(modes), arrays, statistics) if modes else None
+
+
+def _opened(
+    place: Place, mode: str, arrays: Mapping[str, Mapping[int, str]], statistics: Mapping[str, str]
+) -> ForeignRun:
+    said: dict[str, Any] = {}
+    notes = []
+    if mode in statistics:
+        said = object_in(place.files, statistics[mode])
+    else:
+        notes.append(f"{statistics_name(mode)} is not there: model and settings are unknown")
+    layers = {int(match[1]): entry for key, entry in said.items() if (match := _ENTRY.fullmatch(key))}
+    files = arrays.get(mode, {})
+    items = []
+    for layer in sorted({*layers, *files}):
+        point = Point(f"layers.{layer}")
+        if layer in files:
+            items.append(npy(place.files, files[layer]).item(point, note=_recorded_as(layers.get(layer))))
+            continue
+        summary = summary_of(layers[layer])
+        if summary is None:
+            notes.append(f"layer_{layer} has some statistics and no array, too few for a summary: it is passed over")
+        else:
+            items.append(Item(point, Moment(), None, None, 0, None, summary=summary))
+    aliases = {
+        alias: [str(item.point)]
+        for item in items
+        for layer in (item.point.name.rpartition(".")[2],)
+        for alias in (f"layer_{layer}", f"mode_{mode}_layer_{layer}", f"layer_{layer}_output")
+    }
+    about = said_of({key: value for key, value in said.items() if not _ENTRY.fullmatch(key)})
+    manifest = Manifest(**about, mode=mode, aliases=aliases, completeness=_unknown(len(items)))
+    return ForeignRun(
+        f"{place.address}:{mode}", "quamba", items, manifest=manifest, notes=notes, reopen=(place.address, mode)
+    )
+
+
+def _recorded_as(entry: object) -> dict[str, str]:
+    """Return what a statistics file says of the dtype before it was written, where that was another."""
+    dtype = entry.get("recorded_dtype") if isinstance(entry, Mapping) else None
+    return {"recorded_dtype": dtype.removeprefix("torch.")} if isinstance(dtype, str) else {}
+
+
+def said_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Sort what a statistics file says of a run into the places a manifest has for it."""
+    model = said.get("model")
+    started = said.get("timestamp")
+    return {
+        "model": dict(model) if isinstance(model, dict) else {} if model is None else {"name": str(model)},
+        "started": started if isinstance(started, str) else "",
+        "settings": {key: value for key, value in said.items() if key not in ("mode", "model", "timestamp")},
+    }
+
+
+def _unknown(records: int) -> Completeness:
+    return Completeness(state="unknown", points=records, records=records)
+
+
+# Writing --------------------------------------------------------------------------------------------
+
+
+def write(job: Job) -> None:
+    """Write each decoder layer's output as `.npy`, and the statistics of all of them beside."""
+    from layerscope.store.layouts.decoder import decoder
+    from layerscope.store.layouts.files import Batch, write_json, write_npy
+
+    mode, stack = job.named_mode, decoder(job.points, address=job.source.address)
+    entries = {depth: entry for depth, point in stack.layers.items() if (entry := job.one(point)) is not None}
+    if not entries:
+        raise job.nothing("no output of a decoder layer")
+    there = [name for name in _names(job.path) if _mode_of(name) == mode]
+    if there and not job.overwrite:
+        raise RunExists(f"{job.path} already has mode {mode} ({there[0]}); overwrite=True or --overwrite replaces it")
+    said: dict[str, Any] = {"mode": mode, **about(job.source.manifest)}
+    with Batch(job.path) as batch:
+        for depth, entry in entries.items():
+            if entry.dtype is None:
+                if entry.summary is not None:
+                    said[f"layer_{depth}"] = described(entry.summary)
+                    job.wrote(entry, statistics_name(mode), None)
+                job.leave(entry.point, "only a summary was kept, which goes into the statistics file", records=1)
+                continue
+            name = array_name(mode, depth)
+            summary, dtype = write_npy(batch.new(name), entry)
+            said[f"layer_{depth}"] = described(summary, written=dtype)
+            job.wrote(entry, name, dtype)
+        write_json(batch.new(statistics_name(mode)), said)
+        for name in there:
+            batch.forget(name)
+    job.leave_others(list(stack.layers.values()))
+
+
+def about(manifest: Manifest) -> dict[str, Any]:
+    """Return what a statistics file says of a run: its model's name, when it was, and the settings."""
+    model = manifest.model.get("name") or manifest.model.get("class")
+    said: dict[str, Any] = {"model": model, "timestamp": timestamp(manifest.started)}
+    taken = {*said, "mode"}
+    return said | {k: v for k, v in manifest.settings.items() if k not in taken and not _ENTRY.fullmatch(k)}
+
+
+def timestamp(started: str) -> str:
+    """Write a moment as the scripts of these layouts do: `2025-01-10 16:00:00`."""
+    return (started or now())[:19].replace("T", " ")
+
+
+def _names(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+
+
+def _mode_of(name: str) -> str | None:
+    match = _ARRAY.fullmatch(name) or _STATISTICS.fullmatch(name)
+    return match[1] if match else None
