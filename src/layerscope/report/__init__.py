@@ -12,6 +12,7 @@ from layerscope.report import json, markdown, terminal
 from layerscope.report.parts import (
     Cell,
     Column,
+    Data,
     Document,
     Fact,
     Facts,
@@ -26,6 +27,7 @@ from layerscope.report.parts import (
 __all__ = [
     "Cell",
     "Column",
+    "Data",
     "Document",
     "Fact",
     "Facts",

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import TypeAlias
 
-from layerscope.report.parts import Document, Facts, Heading, Notes, Profile, Sentence, Table, Value
+from layerscope.report.parts import Data, Document, Facts, Heading, Notes, Profile, Sentence, Table, Value
 
 __all__ = ["JSON", "SUFFIX", "render", "strict"]
 
@@ -27,6 +28,8 @@ def render(document: Document) -> str:
     page: dict[str, JSON] = {"title": document.title, "sentences": sentences}
     for part in document.parts:
         match part:
+            case Sentence() | Notes() | Facts() | Table() | Profile() if part.audience == "page":
+                pass
             case Sentence():
                 sentences.append(_sentence(part))
             case Notes():
@@ -40,6 +43,8 @@ def render(document: Document) -> str:
                 rows += [{key: strict(row[i].value) for i, key in kept} for row in part.rows]
             case Profile():
                 page[part.key] = {"labels": list(part.labels), "values": [strict(v) for v in part.values]}
+            case Data():
+                page[part.key] = strict(part.value() if callable(part.value) else part.value)
             case Heading():
                 pass  # it names what follows; the keys do that here
     return json.dumps(page, indent=1, allow_nan=False) + "\n"
@@ -55,6 +60,8 @@ def strict(value: Value) -> JSON:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, str | int | float):
         return value
+    if isinstance(value, Mapping):
+        return {key: strict(v) for key, v in value.items()}
     return [strict(v) for v in value]
 
 

@@ -10,7 +10,9 @@ import re
 from layerscope.report.parts import (
     Cell,
     Column,
+    Data,
     Document,
+    Fact,
     Facts,
     Heading,
     Kind,
@@ -19,7 +21,7 @@ from layerscope.report.parts import (
     Sentence,
     Table,
 )
-from layerscope.report.writing import bar, number, printable, shares, spark, write
+from layerscope.report.writing import bar, landmarks, number, printable, shares, spark, write
 
 __all__ = ["SUFFIX", "render"]
 
@@ -36,6 +38,8 @@ def render(document: Document) -> str:
     blocks = [f"# {_text(document.title)}"]
     for part in document.parts:
         match part:
+            case Sentence() | Notes() | Facts() | Table() | Profile() if part.audience == "data":
+                pass
             case Heading():
                 blocks.append(f"## {_text(part.text)}")
             case Sentence():
@@ -43,20 +47,25 @@ def render(document: Document) -> str:
             case Notes():
                 blocks.append("\n".join(f"- {_sentence(s)}" for s in part.shown))
             case Facts():
-                facts = (
-                    (f.label, _written(write(f.value, f.kind), f.kind)) for f in part.items if f.audience != "data"
-                )
-                blocks.append("\n".join(f"- **{_text(label)}**: {written}" for label, written in facts))
+                blocks.append(_text(part.title))
+                blocks.append("\n".join(_fact(fact) for fact in part.items if fact.audience != "data"))
             case Table():
                 blocks.append(_table(part))
             case Profile():
                 blocks.append(_profile(part))
+            case Data():
+                pass
     return "\n\n".join(b for b in blocks if b) + "\n"
 
 
 def _sentence(sentence: Sentence) -> str:
     # A line may start like a list, a rule or a number of one.
     return _SIGNS[sentence.tone] + re.sub(r"^(\d*)([-+=.)])", r"\1\\\2", _text(sentence.text))
+
+
+def _fact(fact: Fact) -> str:
+    label = f"**{_text(fact.label)}**" + ("" if fact.label.endswith(":") else ":")
+    return f"- {label} {_written(write(fact.value, fact.kind), fact.kind)}"
 
 
 def _written(text: str, kind: Kind) -> str:
@@ -96,12 +105,13 @@ def _cell(column: Column, cell: Cell) -> str:
 
 def _profile(profile: Profile) -> str:
     line = f"**{_text(profile.title)}**"
-    if not profile.values:
+    found = landmarks(profile)
+    if found is None:
         return line
-    return (
-        f"{line} {_code(spark(profile.values, SPARK_WIDTH))} from {number(profile.values[0])} "
-        f"({_text(profile.labels[0])}) to {number(profile.values[-1])} ({_text(profile.labels[-1])})"
-    )
+    drawn = spark(profile.values, SPARK_WIDTH, log=profile.log, span=profile.span)
+    first, last, peak = ((number(value), _text(label)) for label, value in found)
+    most = f", at most {peak[0]} ({peak[1]})" if profile.log and peak not in (first, last) else ""
+    return f"{line} {_code(drawn)} from {first[0]} ({first[1]}) to {last[0]} ({last[1]}){most}"
 
 
 def _text(text: str) -> str:

@@ -7,7 +7,7 @@ Parts hold values; renderers write them. A part with a `key` is found under that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -15,6 +15,7 @@ __all__ = [
     "Audience",
     "Cell",
     "Column",
+    "Data",
     "Document",
     "Fact",
     "Facts",
@@ -32,7 +33,7 @@ __all__ = [
 Audience = Literal["all", "page", "data"]  # "page" is for eyes only, "data" for machines only
 Tone = Literal["plain", "good", "warn", "bad", "quiet"]
 Kind = Literal["text", "name", "count", "number", "percent", "bytes", "bar"]
-Value: TypeAlias = "str | int | float | bool | Sequence[Value] | None"
+Value: TypeAlias = "str | int | float | bool | Sequence[Value] | Mapping[str, Value] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Sentence:
 
     text: str
     tone: Tone = "plain"
+    audience: Audience = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Notes:
     key: str
     items: tuple[Sentence, ...]
     most: int = 10
+    audience: Audience = "all"
 
     @property
     def shown(self) -> tuple[Sentence, ...]:
@@ -80,10 +83,12 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Labels and values, one under the other."""
+    """Labels and values, one under the other, and what they are called together."""
 
     key: str
     items: tuple[Fact, ...]
+    title: str = ""
+    audience: Audience = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     most: int | None = None
+    audience: Audience = "all"
 
     def __post_init__(self) -> None:
         for at, row in enumerate(self.rows):
@@ -143,27 +149,46 @@ class Table:
         rows: Iterable[Iterable[Cell | Value]],
         *,
         most: int | None = None,
+        audience: Audience = "all",
     ) -> Table:
         """Make a table of cells and bare values."""
         cells = (tuple(c if isinstance(c, Cell) else Cell(c) for c in row) for row in rows)
-        return cls(key, tuple(columns), tuple(cells), most)
+        return cls(key, tuple(columns), tuple(cells), most, audience)
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One number over depth or time: drawn as a line on a page, a list in JSON."""
+    """One number over depth or time: drawn as a line on a page, a list in JSON.
+
+    None is where nothing was measured. `log` draws on a logarithmic scale; `span` is the scale's lower and upper end
+    where several lines share one, else a line has its own.
+    """
 
     key: str
     title: str
     labels: tuple[str, ...]
-    values: tuple[float, ...]
+    values: tuple[float | None, ...]
+    log: bool = False
+    span: tuple[float, float] | None = None
+    audience: Audience = "all"
 
     def __post_init__(self) -> None:
         if len(self.labels) != len(self.values):
             raise ValueError(f"profile {self.key!r} has {len(self.labels)} labels for {len(self.values)} values")
 
 
-Part: TypeAlias = Heading | Sentence | Notes | Facts | Table | Profile
+@dataclass(frozen=True, slots=True)
+class Data:
+    """A value for machines alone: it stands under its key in JSON, and no page draws it.
+
+    A function is called when JSON is written; a page does not pay for it.
+    """
+
+    key: str
+    value: Value | Callable[[], Value]
+
+
+Part: TypeAlias = Heading | Sentence | Notes | Facts | Table | Profile | Data
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +200,9 @@ class Document:
 
     def __post_init__(self) -> None:
         # JSON files the parts under their keys; the second of two would hide the first.
-        keys = ["title", "sentences", *dict.fromkeys(p.key for p in self.parts if isinstance(p, Table))]
-        keys += [p.key for p in self.parts if isinstance(p, Notes | Facts | Profile)]
+        filed = [p for p in self.parts if not isinstance(p, Notes | Facts | Table | Profile) or p.audience != "page"]
+        keys = ["title", "sentences", *dict.fromkeys(p.key for p in filed if isinstance(p, Table))]
+        keys += [p.key for p in filed if isinstance(p, Notes | Facts | Profile | Data)]
         twice = sorted({k for k in keys if keys.count(k) > 1})
         if twice:
             raise ValueError(f"two parts of the document {self.title!r} are called {', '.join(twice)}")

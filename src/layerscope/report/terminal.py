@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from layerscope.report.parts import (
     Cell,
     Column,
+    Data,
     Document,
     Facts,
     Heading,
@@ -26,7 +27,7 @@ from layerscope.report.parts import (
     Table,
     Tone,
 )
-from layerscope.report.writing import aligned, bar, middle, number, printable, shares, spark, write
+from layerscope.report.writing import aligned, bar, landmarks, middle, number, printable, shares, spark, write
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod, RenderableType
@@ -38,6 +39,7 @@ SUFFIX = ".txt"
 UNLIMITED = 10_000  # the width of a page that is not a terminal: nothing is shortened there
 BAR_WIDTH = 14
 NAME_WIDTH = 28  # a name keeps this much while there are columns left to give up
+WHOLE_NAME, EXPENDABLE = 48, 3  # and this much while there are columns of such a rank
 GAP = 2
 
 _STYLES: dict[Tone, str] = {"plain": "", "good": "green", "warn": "yellow", "bad": "bold red", "quiet": "dim"}
@@ -82,18 +84,24 @@ class _Page:
         yield self._text(document.title, "bold")
         before: Part = Sentence("")
         under = max((cell_len(printable(p.title)) for p in document.parts if isinstance(p, Profile)), default=0)
+        titled = [p for p in document.parts if isinstance(p, Facts) and _titled(p)]
+        beside = max((cell_len(printable(f.label)) for p in titled for f in p.items), default=0)
         for part in document.parts:
-            drawn = list(self._part(part, under))
+            drawn = list(self._part(part, under, beside))
             if not drawn:
                 continue
-            together = type(part) is type(before) and isinstance(part, Sentence | Profile)
+            together = type(part) is type(before) and (isinstance(part, Sentence | Profile) or _titled(part))
             if not together and not isinstance(before, Heading):
                 yield self._text("")
             yield from drawn
             before = part
 
-    def _part(self, part: Part, under: int) -> Iterator[RenderableType]:
+    def _part(self, part: Part, under: int, beside: int) -> Iterator[RenderableType]:
         match part:
+            case Data():
+                pass
+            case Sentence() | Notes() | Facts() | Table() | Profile() if part.audience == "data":
+                pass
             case Heading():
                 yield self._text(part.text, "bold cyan")
             case Sentence():
@@ -102,7 +110,7 @@ class _Page:
                 for item in part.shown:
                     yield self._bullet(item)
             case Facts():
-                yield from self._facts(part)
+                yield from self._facts(part, beside)
             case Table():
                 yield from self._table(part)
             case Profile():
@@ -119,33 +127,48 @@ class _Page:
         sign = self._text(_SIGNS[item.tone] or "· ", _STYLES[item.tone])
         return Padding(sign.append_text(self._text(item.text, _STYLES[item.tone])), (0, 0, 0, 1))
 
-    def _facts(self, facts: Facts) -> Iterator[RenderableType]:
+    def _facts(self, facts: Facts, beside: int) -> Iterator[RenderableType]:
+        """Draw facts; those under titles have labels of one width, `beside` which the values stand."""
+        from rich.padding import Padding
         from rich.table import Table as Grid
 
         shown = [fact for fact in facts.items if fact.audience != "data"]
+        if facts.title:
+            yield self._text(facts.title)
         grid = Grid.grid(padding=(0, GAP, 0, 0))
-        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True, min_width=beside if facts.title else None)
         grid.add_column(overflow="fold")
         for fact in shown:
             value = self._text(write(fact.value, fact.kind), _STYLES[fact.tone])
             grid.add_row(self._text(fact.label, "dim"), value)
         if shown:
-            yield grid
+            yield Padding(grid, (0, 0, 0, GAP if facts.title else 0))
 
     def _profile(self, profile: Profile, under: int) -> Iterator[Text]:
         """Draw a profile; `under` is how wide the titles are, so that one line starts under the other."""
-        if not profile.values:
+        found = landmarks(profile)
+        if found is None:
             return
-        line = self._text(profile.title, "dim")
-        line.pad_right(under - line.cell_len + GAP)
-        numbers = [number(profile.values[i]) for i in (0, -1)]
-        first, last = (f"{written} ({profile.labels[i]})" for i, written in zip((0, -1), numbers, strict=True))
-        ends = self._text(f"  {first} → {last}")
-        if line.cell_len + min(60, len(profile.values)) + ends.cell_len > self.console.width:
-            ends = self._text(f"  {numbers[0]} → {numbers[1]}")
-        room = min(60, self.console.width - line.cell_len - ends.cell_len)
-        drawn = spark(profile.values, max(8, room), ascii_only=self.ascii_only)
-        yield line.append_text(self._text(drawn, "cyan")).append_text(ends)
+        line = self._text(middle(printable(profile.title), self._title_room), "dim")
+        line.pad_right(min(under, self._title_room) - line.cell_len + GAP)
+        first, last, peak = ((number(value), f"{number(value)} ({label})") for label, value in found)
+        most = profile.log and peak not in (first, last)
+        wanted = min(60, len(profile.values))
+        for ends in (
+            f"  {first[1]} → {last[1]}" + (f", at most {peak[1]}" if most else ""),
+            f"  {first[0]} → {last[0]}" + (f", at most {peak[0]}" if most else ""),
+            f"  {first[0]} → {last[0]}",
+        ):
+            after = self._text(ends)
+            if line.cell_len + wanted + after.cell_len <= self.console.width:
+                break
+        room = min(60, self.console.width - line.cell_len - after.cell_len)
+        drawn = spark(profile.values, max(8, room), log=profile.log, span=profile.span, ascii_only=self.ascii_only)
+        yield line.append_text(self._text(drawn, "cyan")).append_text(after)
+
+    @property
+    def _title_room(self) -> int:
+        return max(8, self.console.width // 3)
 
     def _table(self, table: Table) -> Iterator[RenderableType]:
         from rich.table import Table as Grid
@@ -169,15 +192,21 @@ class _Page:
             yield self._text(f"left out for want of width: {titles}", "dim")
 
     def _fitting(self, columns: list[_Written]) -> tuple[list[_Written], int]:
-        """Give up columns, the highest rank first, until the rest fits; names get what width is left."""
+        """Give up columns, the highest rank first, until the rest fits; names get what width is left.
+
+        A column of a high rank gives way to whole names, one of a low rank only to names of some width: two layers'
+        names that are shortened to the same tell less than any number beside them.
+        """
         kept = list(columns)
 
-        def room() -> int:
-            least = sum(min(c.width, NAME_WIDTH) if c.is_name else c.width for c in kept)
-            return self.console.width - least - GAP * (len(kept) - 1)
+        def too_narrow(for_names: int) -> bool:
+            least = sum(min(c.width, for_names) if c.is_name else c.width for c in kept)
+            return self.console.width < least + GAP * (len(kept) - 1)
 
-        while room() < 0 and any(c.rank for c in kept):
+        while any(c.rank for c in kept):
             highest = max(c.rank for c in kept)
+            if not too_narrow(NAME_WIDTH if highest < EXPENDABLE else WHOLE_NAME):
+                break
             kept = [c for c in kept if c.rank < highest]
         names = [c for c in kept if c.is_name]
         others = sum(c.width for c in kept if not c.is_name) + GAP * (len(kept) - 1)
@@ -237,6 +266,10 @@ class _Written:
 
     def shown(self, at: int, name_width: int) -> str:
         return middle(self.texts[at], name_width) if self.is_name else self.texts[at]
+
+
+def _titled(part: Part) -> bool:
+    return isinstance(part, Facts) and bool(part.title)
 
 
 def _guides(depths: Sequence[int]) -> Iterator[str]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from layerscope.report.parts import Kind, Value
+from layerscope.report.parts import Kind, Profile, Value
 
 __all__ = [
     "aligned",
     "bar",
     "count",
+    "landmarks",
     "middle",
     "number",
     "percent",
@@ -116,6 +117,8 @@ def write(value: Value, kind: Kind = "text") -> str:
         return number(value)
     if isinstance(value, str):
         return printable(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{printable(k)} {write(v, kind)}" for k, v in value.items())
     return ", ".join(write(v, kind) for v in value)
 
 
@@ -180,32 +183,59 @@ def shares(values: Sequence[float], *, log: bool = False) -> list[float]:
     return [0.1 + 0.9 * (math.log(v) - math.log(low)) / span if 0 < v < math.inf else 0.0 for v in values]
 
 
-def spark(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """Draw values as a line of heights from the smallest to the largest.
+def spark(
+    values: Sequence[float | None],
+    width: int,
+    *,
+    log: bool = False,
+    span: tuple[float, float] | None = None,
+    ascii_only: bool = False,
+) -> str:
+    """Draw values as a line of heights from the smallest to the largest, or over the given span.
 
     More values than characters: each character shows the one in its share that stands out most. What is not
-    finite is drawn as `!`.
+    finite is drawn as `!`, what was not measured as a gap; on a logarithmic scale, what is not positive has no
+    height and is drawn as `0`.
 
     >>> spark([0, 1, 2, 3], 10)
     '▁▃▆█'
+    >>> spark([0, 1e-6, 1e-3, None, 1], 10, log=True)
+    '0▁▅ █'
     """
     heights = _ASCII_HEIGHTS if ascii_only else _HEIGHTS
-    finite = [v for v in values if math.isfinite(v)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    # Half first: the difference of two huge numbers is not finite.
-    span = high / 2 - low / 2
+    on_scale = [v for v in values if v is not None and math.isfinite(v) and (v > 0 or not log)]
+    low, high = span or ((min(on_scale), max(on_scale)) if on_scale else (1.0, 1.0))
+    scaled: Callable[[float], float] = (
+        math.log if log else lambda v: v / 2
+    )  # two huge numbers have no finite difference
+    bottom, reach = scaled(low), scaled(high) - scaled(low)
 
-    def height(value: float) -> str:
+    def drawn(value: float | None) -> str:
+        if value is None:
+            return " "
         if not math.isfinite(value):
             return "!"
-        return heights[round((value / 2 - low / 2) / span * (len(heights) - 1)) if span > 0 else 0]
+        if log and value <= 0:
+            return "0"
+        share = (scaled(value) - bottom) / reach if reach > 0 else 0.0
+        return heights[round(min(1.0, max(0.0, share)) * (len(heights) - 1))]
 
-    def standing_out(some: Sequence[float]) -> float:
-        broken = [v for v in some if not math.isfinite(v)]
-        return broken[0] if broken else max(some)
+    def standing_out(some: Sequence[float | None]) -> float | None:
+        there = [v for v in some if v is not None]
+        broken = [v for v in there if not math.isfinite(v)]
+        return broken[0] if broken else max(there, default=None)
 
     width = max(1, width)
     if len(values) > width:
         edges = [i * len(values) // width for i in range(width + 1)]
         values = [standing_out(values[a:b]) for a, b in pairwise(edges)]
-    return "".join(height(v) for v in values)
+    return "".join(map(drawn, values))
+
+
+def landmarks(profile: Profile) -> tuple[tuple[str, float], tuple[str, float], tuple[str, float]] | None:
+    """Return the first, the last and the largest of what was measured, each with its label; None: nothing was."""
+    there = [(label, v) for label, v in zip(profile.labels, profile.values, strict=True) if v is not None]
+    if not there:
+        return None
+    finite = [pair for pair in there if math.isfinite(pair[1])]
+    return there[0], there[-1], max(finite or there, key=lambda pair: pair[1])

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from layerscope.report import Cell, Column, Document, Fact, Facts, Heading, Notes, Profile, Sentence, Table
+from layerscope.report import Cell, Column, Data, Document, Fact, Facts, Heading, Notes, Profile, Sentence, Table
 from layerscope.report.json import render
 
 HOSTILE = "a\x1b[2J\n</script>\u202e\ud800|`层"
@@ -66,3 +66,23 @@ def test_hostile_text_reads_back_unchanged_and_is_ascii_on_the_way():
     assert text.isascii()
     assert "\x1b" not in text
     assert json.loads(text) == {"title": HOSTILE, "sentences": [], "f": {HOSTILE: HOSTILE}}
+
+
+def test_data_is_found_under_its_key_as_deep_as_it_is():
+    value = {"a": [1, {"b": math.nan, HOSTILE: None}], "c": (True, "x")}
+    page = read(Document("d", (Data("rows", value), Data("later", lambda: [math.inf]))))
+    assert page["later"] == ["Infinity"]
+    assert page["rows"] == {"a": [1, {"b": "NaN", HOSTILE: None}], "c": [True, "x"]}
+
+
+def test_what_is_for_eyes_alone_is_not_in_json_and_what_was_not_measured_is_null():
+    table = Table.of("t", [Column("a", "a")], [(1,)], audience="page")
+    facts = Facts("f", (Fact("x", 1),), "Title:", audience="page")
+    line = Profile("p", "p", ("a", "b"), (None, 1.0))
+    notes = Notes("n", (Sentence("one"),), audience="page")
+    page = read(Document("d", (Sentence("hint", audience="page"), Sentence("fact"), table, facts, notes, line)))
+    assert page == {
+        "title": "d",
+        "sentences": [{"text": "fact", "tone": "plain"}],
+        "p": {"labels": ["a", "b"], "values": [None, 1.0]},
+    }

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from markdown_it import MarkdownIt
 
-from layerscope.report import Cell, Column, Document, Fact, Facts, Heading, Notes, Profile, Sentence, Table
+from layerscope.report import Cell, Column, Data, Document, Fact, Facts, Heading, Notes, Profile, Sentence, Table
 from layerscope.report.markdown import render
 from layerscope.report.writing import printable
 
@@ -102,3 +102,21 @@ def test_tones_have_signs_and_bad_cells_stand_out():
 def test_a_profile_names_both_its_ends():
     page = render(Document("t", (Profile("loss", "loss", ("step 0", "step 9"), (2.0, 1.0)),)))
     assert "`█▁` from 2.000 (step 0) to 1.000 (step 9)" in page
+
+
+def test_facts_have_their_title_above_them_and_one_colon():
+    page = render(Document("t", (Facts("f", (Fact("MSE:", "1e-4"), Fact("seed", 0)), "Error Metrics:"),)))
+    assert "Error Metrics:\n\n- **MSE:** 1e-4\n- **seed**: 0\n" in page
+
+
+def test_what_is_for_machines_alone_is_not_on_the_page():
+    hidden = (Data("d", "secret"), Sentence("secret", audience="data"), Facts("f", (), "secret", audience="data"))
+    table = Table.of("t", [Column("a", "secret")], [("secret",)], audience="data")
+    line = Profile("p", "secret", ("secret",), (1.0,), audience="data")
+    notes = Notes("n", (Sentence("secret"),), audience="data")
+    assert render(Document("t", (*hidden, table, line, notes))) == "# t\n"
+
+
+def test_a_logarithmic_profile_says_where_its_peak_is():
+    page = render(Document("t", (Profile("e", "error", ("a", "b", "c"), (1e-6, 1e-2, 1e-4), log=True),)))
+    assert "`▁█▅` from 1.000e-6 (a) to 1.000e-4 (c), at most 0.01000 (b)" in page

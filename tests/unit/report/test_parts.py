@@ -2,7 +2,7 @@
 
 import pytest
 
-from layerscope.report import Column, Document, Fact, Facts, Notes, Profile, Sentence, Table
+from layerscope.report import Column, Data, Document, Fact, Facts, Notes, Profile, Sentence, Table
 
 
 def test_a_row_of_another_length_than_the_columns_is_refused_and_named():
@@ -38,3 +38,11 @@ def test_notes_show_ten_and_count_the_rest_but_never_one_alone():
     assert notes(11)[-1] == "10"
     assert notes(12)[-1] == "and 2 more"
     assert len(notes(12)) == 11
+
+
+def test_parts_for_eyes_alone_need_no_key_of_their_own():
+    facts = Facts("block", (Fact("a", 1),), "Title:", audience="page")
+    line = Profile("error", "x", ("a",), (1.0,), audience="page")
+    assert Document("t", (facts, facts, line, line)).parts == (facts, facts, line, line)
+    with pytest.raises(ValueError, match="called rows"):
+        Document("t", (Data("rows", []), Data("rows", [])))

@@ -7,7 +7,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from layerscope.report import Cell, Column, Document, Fact, Facts, Heading, Notes, Profile, Sentence, Table
+from layerscope.report import Cell, Column, Data, Document, Fact, Facts, Heading, Notes, Profile, Sentence, Table
 from layerscope.report.terminal import UNLIMITED, draw, render
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -132,3 +132,44 @@ def test_a_tree_is_drawn_with_branches():
 def test_an_empty_table_and_an_empty_profile_are_drawn():
     document = Document("t", (Table.of("t", [Column("a", "alpha")], []), Profile("p", "p", (), ())))
     assert "alpha" in render(document, width=20)
+
+
+def test_facts_under_titles_stand_together_with_labels_of_one_width():
+    one = Facts("f", (Fact("MSE:", "1"), Fact("Relative MSE:", "2")), "Error Metrics:", audience="page")
+    two = Facts("f", (Fact("50th:", "3"),), "Percentiles:", audience="page")
+    assert render(Document("t", (one, two, Sentence("end")))).splitlines() == [
+        "t",
+        "",
+        "Error Metrics:",
+        "  MSE:           1",
+        "  Relative MSE:  2",
+        "Percentiles:",
+        "  50th:          3",
+        "",
+        "end",
+    ]
+
+
+def test_what_is_for_machines_alone_is_not_on_the_page():
+    hidden = (Data("d", "secret"), Sentence("secret", audience="data"), Facts("f", (), "secret", audience="data"))
+    table = Table.of("t", [Column("a", "secret")], [("secret",)], audience="data")
+    line = Profile("p", "secret", ("secret",), (1.0,), audience="data")
+    notes = Notes("n", (Sentence("secret"),), audience="data")
+    assert render(Document("t", (*hidden, table, line, notes))) == "t\n"
+
+
+def test_profiles_of_one_span_are_drawn_on_one_scale_and_say_their_peak():
+    labels = ("a", "b", "c")
+    low = Profile("x", "low", labels, (1e-8, 1e-7, None), log=True, span=(1e-8, 1.0), audience="page")
+    high = Profile("x", "higher", labels, (1e-2, 1.0, 0.0), log=True, span=(1e-8, 1.0), audience="page")
+    assert render(Document("t", (low, high))).splitlines()[2:] == [
+        "low     ▁▂   1.000e-8 (a) → 1.000e-7 (b)",
+        "higher  ▆█0  0.01000 (a) → 0 (c), at most 1.000 (b)",
+    ]
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80])
+def test_a_profile_with_a_long_title_stays_within_the_page(width):
+    line = Profile("x", LONG, ("a" * 30, "b" * 30), (1.0, 2.0), log=True)
+    text = render(Document("t", (line,)), width=width)
+    assert max(cell_len(drawn) for drawn in text.splitlines()) <= width

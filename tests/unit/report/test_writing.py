@@ -117,3 +117,24 @@ def test_a_spark_shows_the_largest_of_each_share_and_marks_what_is_not_finite():
     assert len(drawn) == 20
     assert drawn.count("█") == 1
     assert spark([-1e308, 1e308], 4) == "▁█"
+
+
+def test_a_logarithmic_spark_gives_each_decade_its_step():
+    assert spark([10.0**i for i in range(8)], 10, log=True) == "▁▂▃▄▅▆▇█"
+    assert spark([1e-3, 1e-3], 10, log=True) == "▁▁"
+    assert spark([0.0, -1.0, math.nan, None, 1.0, 100.0], 10, log=True) == "00! ▁█"
+    assert spark([0.0, 0.0], 10, log=True) == "00"
+
+
+def test_a_spark_over_a_span_keeps_to_it():
+    assert spark([1.0, 2.0], 10, span=(0.0, 7.0)) == "▂▃"
+    assert spark([-5.0, 50.0], 10, span=(0.0, 7.0)) == "▁█"
+
+
+def test_gaps_do_not_hide_what_stands_beside_them():
+    assert spark([None, 3.0, None, None, 1.0, None], 3) == "█ ▁"
+    assert spark([None, None], 1) == " "
+
+
+def test_a_mapping_is_written_as_its_pairs():
+    assert write({"a": 1, "b\x1b": [0.5, None]}) == "a 1, b\\u001b 0.5000, -"
