@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
 from functools import cached_property, lru_cache
@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 from layerscope.errors import BadText, NoSuchPoint
 from layerscope.points import SIDES, Leaf, Point, Side, escape, leaf_text, parse_leaf, unescape, unwrapped
 
-__all__ = ["Kind", "Pattern", "Place", "Split", "op_name", "select", "select_op", "split"]
+__all__ = ["Kind", "Pattern", "Place", "Split", "op_name", "renamer", "select", "select_op", "split"]
 
 Kind = Literal["name", "type", "op"]
 
@@ -220,6 +220,35 @@ def op_name(qualified: str) -> str:
     """
     library, packet, _ = _op_parts(qualified)
     return f"{library}.{_public(packet)}" if library else _public(packet)
+
+
+@lru_cache(maxsize=1024)
+def renamer(before: str, after: str) -> Callable[[str], str | None]:
+    """Return what makes `after` of a name that `before` matches, and None of any other; wildcards are carried in order.
+
+    >>> renamer("transformer.h.*.**", "model.layers.*.**")("transformer.h.3.attn")
+    'model.layers.3.attn'
+    """
+    old, new = _template(before), _template(after)
+    wild = [[token for part in parts for token in part if token.startswith("*")] for parts in (old, new)]
+    if [len(token) > 1 for token in wild[0]] != [len(token) > 1 for token in wild[1]]:
+        raise BadText(
+            f"{before!r} has the wildcards {' '.join(wild[0]) or '(none)'} and {after!r} has "
+            f"{' '.join(wild[1]) or '(none)'}; what they stand for is carried over in order, so they must be the same."
+        )
+    regex = re.compile(_capturing(old), re.DOTALL)
+
+    def renamed(name: str) -> str | None:
+        match = regex.fullmatch(name)
+        if match is None:
+            return None
+        values = iter(match.groups(""))
+        written = (
+            "".join(next(values) if token.startswith("*") else unescape(token) for token in part) for part in new
+        )
+        return ".".join(text for text, part in zip(written, new, strict=True) if text or not _is_deep(part))
+
+    return renamed
 
 
 # Reading ----------------------------------------------------------------------------------------
@@ -446,6 +475,42 @@ def _part(tokens: list[str], *, numbers: bool) -> _Part:
         return _Part(regex="".join(pieces))
     name = "".join(map(unescape, tokens))
     return _Part(regex=re.escape(name), literal=name)
+
+
+def _template(glob: str) -> list[list[str]]:
+    """Return the tokens of each part of a glob whose wildcards are to be carried over."""
+    parts: list[list[str]] = [[]]
+    for token in _PART_TOKEN.findall(glob if glob != "." else ""):
+        if token == ".":
+            parts.append([])
+        elif token.startswith("[") or (not token.startswith("\\") and set(token) & set("{}")):
+            raise BadText(f"{glob!r} has {token!r}, which stands for several names; to carry names over, write `*`.")
+        else:
+            parts[-1].append(token)
+    if any(_FROM_THE_END.fullmatch("".join(part)) for part in parts):
+        raise BadText(f"{glob!r} counts from the end; to carry names over, write `*` or the number.")
+    return parts
+
+
+def _is_deep(part: Sequence[str]) -> bool:
+    return len(part) == 1 and len(part[0]) > 1 and not part[0].strip("*")
+
+
+def _capturing(parts: Sequence[Sequence[str]]) -> str:
+    """Join a template into one expression with a group for each wildcard."""
+    written, dot = "", ""
+    for at, part in enumerate(parts):
+        if _is_deep(part) and at < len(parts) - 1:
+            written, dot = written + dot + r"(?:(.*)\.)?", ""
+        elif _is_deep(part):
+            written += r"(?:\.(.*))?" if dot else "(.*)"
+        else:
+            for token in part:
+                wild = "(.*)" if len(token) > 1 else "([^.]+)" if len(part) == 1 else "([^.]*)"
+                written += dot + (wild if token.startswith("*") else re.escape(unescape(token)))
+                dot = ""
+            written, dot = written + ("" if part else dot), r"\."
+    return written
 
 
 def _slice(token: str) -> slice:
