@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
+    "Comparison": "compare",
     "LayerscopeError": "errors",
     "Moment": "points",
     "Point": "points",
@@ -26,7 +27,11 @@ _HOME = {
     "Schedule": "schedules",
     "Summary": "stats",
     "Tap": "recorder",
+    "Verdict": "compare",
+    "assert_runs_match": "compare",
     "batches": "schedules",
+    "compare": "compare",
+    "convert": "store",
     "epochs": "schedules",
     "every": "schedules",
     "first": "schedules",
@@ -39,6 +44,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Comparison",
     "LayerscopeError",
     "Moment",
     "Point",
@@ -47,7 +53,11 @@ __all__ = [
     "Schedule",
     "Summary",
     "Tap",
+    "Verdict",
+    "assert_runs_match",
     "batches",
+    "compare",
+    "convert",
     "epochs",
     "every",
     "first",
@@ -60,12 +70,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from layerscope.compare import Comparison, Verdict, assert_runs_match, compare
     from layerscope.errors import LayerscopeError
     from layerscope.points import Moment, Point
     from layerscope.recorder import Recording, Tap, record
     from layerscope.schedules import Schedule, batches, epochs, every, first, steps, when
     from layerscope.stats import Summary, summarize
-    from layerscope.store import Run, open_run, recover
+    from layerscope.store import Run, convert, open_run, recover
 
 
 def __getattr__(name: str) -> object:

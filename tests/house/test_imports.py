@@ -31,6 +31,7 @@ def modules_after(statement: str) -> set[str]:
         "import layerscope",
         "import layerscope.store, layerscope.stats, layerscope.patterns, layerscope.schedules, layerscope.report",
         "import layerscope.cli",
+        "import layerscope.compare, layerscope.pytest_plugin",
         "from layerscope import open_run, Summary, Point, every",
     ],
 )
@@ -56,7 +57,7 @@ def test_the_public_names_are_those_the_type_checker_sees():
 
 
 def test_an_unknown_name_says_what_there_is():
-    with pytest.raises(AttributeError, match="it has LayerscopeError, Moment"):
+    with pytest.raises(AttributeError, match="it has Comparison, LayerscopeError, Moment"):
         _ = layerscope.recrod
 
 
@@ -86,3 +87,11 @@ def _like_ruff(name: str) -> tuple[int, str]:
 def test_there_are_no_drawer_files():
     drawers = {"utils", "util", "common", "helpers", "helper", "misc", "const", "constants"}
     assert not {path.stem for path in SOURCE.rglob("*.py")} & drawers
+
+
+@pytest.mark.parametrize("first", ["import layerscope.compare.metrics", "pass"])
+def test_compare_is_called_whatever_was_imported_before(first):
+    call = "layerscope.compare('nowhere', 'nor here')"
+    code = f"{first}; import layerscope\ntry: {call}\nexcept layerscope.LayerscopeError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "nowhere is not a run: there is nothing there" in done.stdout

@@ -1,0 +1,50 @@
+"""The right wing: read runs, pair them, measure the pairs, judge them.
+
+    compare("runs/fp32", "runs/int8", noise="runs/bf16")
+
+The README beside this file says how a verdict is reached.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from layerscope.compare.asserting import assert_runs_match
+from layerscope.compare.bands import PUBLISHED, Band, Bands
+from layerscope.compare.comparing import compare
+from layerscope.compare.measure import measure
+from layerscope.compare.metrics import Metrics
+from layerscope.compare.rows import Against, Comparison, Row, Verdict
+from layerscope.compare.rules import Rule, parse_rules
+
+__all__ = [
+    "PUBLISHED",
+    "Against",
+    "Band",
+    "Bands",
+    "Comparison",
+    "Metrics",
+    "Row",
+    "Rule",
+    "Verdict",
+    "assert_runs_match",
+    "compare",
+    "measure",
+    "parse_rules",
+]
+
+
+class _Package(ModuleType):
+    """The package, which is called like its function.
+
+    Python binds `layerscope.compare` to the package as soon as any part of it is imported, and users call
+    `layerscope.compare(...)` whatever was imported before.
+    """
+
+    def __call__(self, *runs: Any, **options: Any) -> Comparison:
+        return compare(*runs, **options)
+
+
+sys.modules[__name__].__class__ = _Package
