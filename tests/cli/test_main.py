@@ -55,6 +55,11 @@ def test_the_flags_of_every_command_are_these_and_no_others():
             *("--append", "--inputs", "--json", "--keep", "--prompt", "--seed", "--side", "--to", "--when", "-o"),
         ],
         "show": ["--adjacent", "--batch", "--call", "--epoch", "--json", "--markdown", "--rank", "--step"],
+        "compare": [
+            *("--bands", "--detail", "--fail-on", "--json", "--limit", "--markdown", "--no-resume", "--noise"),
+            *("--points", "--rules", "--save-comparison", "--save_comparison"),
+        ],
+        "convert": ["--batch", "--call", "--epoch", "--json", "--mode", "--overwrite", "--rank", "--step", "--to"],
         "recover": ["--json"],
     }
 

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Compare a mode's layer outputs with the reference's, in one folder of `mode_{M}_layer_{i}.npy` files.
+
+    python3 scripts/compare_with_fp.py 2-1 --reference fp32 --output_dir layer_outputs
+
+Exit code 0 once a comparison is made, whatever it says; 2 when none can be. `layerscope compare` is the same with more
+choices, and tells by its exit code whether the two differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+
+try:
+    from layerscope.cli import compare as comparing
+    from layerscope.cli.page import counting, put
+    from layerscope.compare.document import document
+    from layerscope.errors import LayerscopeError
+    from layerscope.report.writing import printable
+except ModuleNotFoundError as error:
+    if error.name not in ("layerscope", "torch", "numpy", "click", "rich", "fsspec", "safetensors"):
+        raise
+    own = ROOT / ".venv" / "bin" / "python"
+    if not own.exists() or Path(sys.prefix).resolve() == (ROOT / ".venv").resolve():
+        sys.stderr.write(f"this Python has no {error.name}: run `make setup` in {ROOT}, or `pip install layerscope`\n")
+        sys.exit(2)
+    os.execv(own, [str(own), *sys.argv])
+
+MODE_FILE = re.compile(r"mode_(.+)_(?:layer_\d+\.npy|stats\.json)")
+
+
+def main() -> int:
+    """Compare the modes that were asked for, print the page, save it where that was asked for."""
+    asked = arguments()
+    here = modes_in(asked.output_dir)
+    modes = [mode for mode in here if mode != asked.reference] if asked.all else asked.modes
+    for mode in (asked.reference, *modes):
+        if mode not in here:
+            give_up(missing(mode, asked.output_dir, here))
+    if not modes:
+        give_up(f"{asked.output_dir} holds no mode but {asked.reference}. {how_to_make('2-1', asked.output_dir)}")
+    try:
+        with counting("comparing") as tell:
+            comparison = comparing.compared(
+                f"{asked.output_dir}:{asked.reference}",
+                [f"{asked.output_dir}:{mode}" for mode in modes],
+                tell=tell,
+                resume=True,
+            )
+    except (LayerscopeError, OSError) as error:
+        give_up(str(error))
+    except KeyboardInterrupt:
+        tell_user("interrupted; what was measured is kept, and the same command goes on from there")
+        return 130
+    if asked.save_comparison:
+        for mode, against in zip(modes, comparison, strict=True):
+            alone = replace(comparison, candidates=(against,))
+            comparing.saved(document(alone), Path(asked.save_comparison.replace("{mode}", mode)))
+    put(document(comparison, summary=asked.all or None))
+    for sentence in comparing.complaints(comparison):
+        tell_user(sentence)
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Compare a mode's layer outputs with the reference's.")
+    parser.add_argument("modes", metavar="MODE", nargs="*", help="the mode to compare, such as 2-1")
+    parser.add_argument("--all", action="store_true", help="every mode in the folder but the reference")
+    parser.add_argument("--reference", default="fp32", metavar="MODE", help="what to compare with (fp32)")
+    parser.add_argument("--output_dir", default="layer_outputs", metavar="DIR", help="the folder (layer_outputs)")
+    parser.add_argument("--save_comparison", metavar="F", help="save as JSON; {mode} stands for the mode's name")
+    asked = parser.parse_args()
+    if bool(asked.modes) == asked.all:
+        parser.error("name a MODE, or say --all")
+    if len(asked.modes) > 1 and asked.save_comparison and "{mode}" not in asked.save_comparison:
+        parser.error("several modes need several files: write {mode} in --save_comparison")
+    return asked
+
+
+def modes_in(folder: str) -> list[str]:
+    """Return the modes that have a file in the folder."""
+    try:
+        return sorted({found[1] for path in Path(folder).iterdir() if (found := MODE_FILE.fullmatch(path.name))})
+    except OSError:
+        return []
+
+
+def missing(mode: str, folder: str, here: list[str]) -> str:
+    """Say that a mode is not there, what is, and which command makes it."""
+    there = f"it has {', '.join(here)}" if here else "it holds no mode" if Path(folder).is_dir() else "it is not there"
+    return f"{folder} has no mode {mode}: {there}. {how_to_make(mode, folder)}"
+
+
+def how_to_make(mode: str, folder: str) -> str:
+    """Name the commands that make a mode."""
+    return (
+        f"Make it: `layerscope record MODEL --to runs/{mode}`, "
+        f"then `layerscope convert runs/{mode} {quote(folder)} --to quamba --mode {mode}`."
+    )
+
+
+def tell_user(sentence: str) -> None:
+    """Write a sentence to stderr."""
+    sys.stderr.write(f"compare_with_fp: {printable(sentence)}\n")
+
+
+def give_up(sentence: str) -> NoReturn:
+    """Say why nothing was compared."""
+    tell_user(sentence)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
