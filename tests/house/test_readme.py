@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,14 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-SAYS = {"points": "model.layers", "record": "✓ complete", "show": "model.layers.7", "recover": "runs/tiny"}
+SAYS = {
+    "points": "model.layers",
+    "record": "✓ complete",
+    "show": "model.layers.7",
+    "recover": "runs/tiny",
+    "compare": "every value of 8 rows is equal",
+    "convert": "mode_fp32_layer_7.npy",
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -29,12 +37,16 @@ def test_the_python_snippets_run_one_after_the_other(tmp_path, monkeypatch):
         "model": LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50)),
         "inputs": {"input_ids": torch.arange(8)[None]},
     }
+    world["port"] = deepcopy(world["model"])
+    with torch.no_grad():
+        world["port"].model.layers[1].mlp.up_proj.weight.mul_(1.05)
     snippets = blocks("python")
     assert len(snippets) >= 4
     for snippet in snippets:
         exec(compile(snippet, "README.md", "exec"), world)
     assert world["rec"].completeness.missing == []
     assert world["total"].count == 8 * 16
+    assert world["result"].first_divergence.name == "model.layers.1.mlp.up_proj"
     assert (tmp_path / "runs" / "fp32" / "run.json").exists()
 
 
