@@ -75,11 +75,15 @@ def compare(
     with Memory(_memory([trusted, *others, *quiet]) if resume else None) as memory:
         _run([*plans, *floors], memory, threads=threads or _cores(), tell=tell or (lambda what, done, total: None))
         resumed = memory.resumed
-    known = [Noise(plan.right.run.address, plan.metrics, plan.rerouted()) for plan in floors]
-    against = [
-        _judged(plan, name, known, limit=limit, resumed=resumed if at == 0 else 0)
-        for at, (plan, name) in enumerate(zip(plans, names, strict=True))
+    said = [f"{resumed:,} pairs were measured before the interruption"] if resumed else []
+    said += [
+        f"{len(plan.unread):,} records of the noise run {plan.right.run.address} cannot be read"
+        for plan in floors
+        if plan.unread
     ]
+    known = [Noise(plan.right.run.address, plan.metrics, plan.rerouted()) for plan in floors]
+    judged = zip(plans, names, strict=True)
+    against = [_judged(plan, name, known, limit=limit, said=said) for plan, name in judged]
     if not any(one.compared or _statistics_only(one) for one in against):
         raise Incomparable(_nothing(trusted, against))
     return Comparison(
@@ -188,7 +192,7 @@ def _text(plan: Plan, job: Job) -> str:
 # What they come to ------------------------------------------------------------------------------
 
 
-def _judged(plan: Plan, name: str, noise: Sequence[Noise], *, limit: float, resumed: int) -> Against:
+def _judged(plan: Plan, name: str, noise: Sequence[Noise], *, limit: float, said: Sequence[str]) -> Against:
     rows = judge(plan.measured(), candidate=name, noise=noise, limit=limit, ties=lambda one: plan.ties(one, noise))
     run = plan.right.run
     return Against(
@@ -198,7 +202,7 @@ def _judged(plan: Plan, name: str, noise: Sequence[Noise], *, limit: float, resu
         tuple(rows),
         verdict(rows),
         _basis(plan, rows, noise, limit),
-        tuple(_notes(plan, rows, resumed)),
+        (*_notes(plan, rows), *said),
         tuple(plan.unread.values()),
     )
 
@@ -213,6 +217,8 @@ def _basis(plan: Plan, rows: Sequence[Row], noise: Sequence[Noise], limit: float
         return "equal bits"
     if not noise:
         coarsest = max(plan.dtypes, key=rounding)
+        if not rounding(coarsest):
+            return "whole numbers, which do not round"
         return (
             f"an estimate: no noise run was given, so the floor is the rounding of {coarsest}, growing with depth, and "
             f"an error may be {limit * ESTIMATED:.3g} times it"
@@ -221,7 +227,7 @@ def _basis(plan: Plan, rows: Sequence[Row], noise: Sequence[Noise], limit: float
     return f"{said} ({len(guessed):,} rows have an estimate instead)" if guessed else said
 
 
-def _notes(plan: Plan, rows: Sequence[Row], resumed: int) -> Iterator[str]:
+def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     for role, run in (("the reference", plan.left.run), ("the candidate", plan.right.run)):
         yield from (f"{role}: {note}" for note in getattr(run, "notes", ()))
         if run.layout == "layerscope" and not run.complete:
@@ -236,8 +242,6 @@ def _notes(plan: Plan, rows: Sequence[Row], resumed: int) -> Iterator[str]:
         yield f"{blind:,} rows rest on statistics alone, which cannot tell a permutation"
     if plan.alignment.ignored:
         yield f"{len(plan.alignment.ignored):,} points are ignored by rule"
-    if resumed:
-        yield f"{resumed:,} pairs were measured before the interruption"
 
 
 def _incomplete(run: Reader) -> str:

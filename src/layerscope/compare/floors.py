@@ -36,8 +36,8 @@ Step: TypeAlias = "tuple[int | None, int, int]"  # epoch, step, rank
 # An estimate knows neither the model's width nor its outliers: rows are judged that many times more leniently by it.
 ESTIMATED = 6.0
 
-# The distance between 1 and the next number. A quarter of it is about what rounding to nearest is off by, relatively and
-# in the root mean square.
+# The distance between 1 and the next number. A quarter of it is about what rounding to nearest is off by, relatively
+# and in the root mean square.
 _EPSILON = {
     "float64": 2.0**-52,
     "float32": 2.0**-23,

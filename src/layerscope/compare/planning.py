@@ -135,8 +135,9 @@ class Plan:
 
     @property
     def metrics(self) -> dict[Key, Metrics]:
-        """What was measured, by the reference's point and moment."""
-        return {job.key: metrics for job, metrics in self.found.items()}
+        """What was measured, by the reference's point and moment; of several parts of one point, the worst."""
+        several = sorted(self.found.items(), key=lambda item: max(0.0, item[1].relative_l2))  # a NaN is none
+        return {job.key: metrics for job, metrics in several}
 
     def _plan(self, pair: Pair) -> None:
         here, there = self.left.of[pair.reference], self.right.of[pair.candidate]

@@ -82,14 +82,12 @@ class Memory:
             self._save()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._path is None:
-            return
-        if kind is not None:
+        if kind is not None and self._path is not None:
             self._save()
-        if self._file is not None:
-            self._file.close()
-        if kind is None:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a full disk is full once more
+            if self._file is not None:
+                self._file.close()
+            if kind is None and self._path is not None:
                 self._path.unlink(missing_ok=True)
 
     def _save(self) -> None:

@@ -180,11 +180,14 @@ class _Court:
         different = m.count - m.equal
         said = f"{different:,} of {m.count:,} whole numbers differ"
         if m.sets is not None and m.sets.rows:
-            if not m.sets.changed:
-                step.flipped = step.flipped or f"the choices at {one.point.place} come in another order"
-                return "noise", f"the same choices in another order, in {m.sets.reordered:,} of {m.sets.rows:,} rows"
-            said = f"{m.sets.changed:,} of {m.sets.rows:,} choices differ"
             flips = self._ties(one)
+            if not m.sets.changed:
+                said = f"the same numbers in another order, in {m.sets.reordered:,} of {m.sets.rows:,} rows"
+                if flips is None or not flips.scored:  # token ids, say: their order matters
+                    return "root", said
+                step.flipped = step.flipped or f"the choices at {one.point.place} come in another order"
+                return "noise", f"{said}: choices, whose order the scores beside them decide"
+            said = f"{m.sets.changed:,} of {m.sets.rows:,} choices differ"
             if flips is not None and flips.at_near_ties:
                 step.flipped = step.flipped or f"a choice at {one.point.place} flipped at a near-tie"
                 step.rerouted |= flips.changed
@@ -261,7 +264,9 @@ def _excess(m: Metrics, known: Expected, limit: float, step: _Step) -> str:
     whole = f"relative L2 {m.relative_l2:.3g} is {ratio:.3g} times the floor of {floor.error:.3g}"
     tokens, usual = m.tokens, known.tokens
     if tokens is None or (usual is None and not estimated):
-        return "" if ratio <= allowed or flipped else whole
+        if flipped:
+            return ""
+        return whole if ratio > allowed else _scaled(m, known, whole)
     median, p90, worst = usual if usual is not None else (floor.error,) * 3
     if tokens.median > (2 if flipped else 1) * allowed * median:
         return whole
@@ -272,13 +277,23 @@ def _excess(m: Metrics, known: Expected, limit: float, step: _Step) -> str:
         return f"token {at} of {tokens.count} is off by {error:.3g}, its floor is {worst:.3g}"
     if tokens.p90 > _P90 * allowed * p90 and not flipped:
         return f"{whole}; a tenth of the tokens is off by more than {tokens.p90:.3g}"
+    if flipped and tokens.median <= _BROAD * median:
+        return ""
+    return _scaled(m, known, whole, broad=tokens.median > _BROAD * median)
+
+
+def _scaled(m: Metrics, known: Expected, whole: str, *, broad: bool = False) -> str:
+    """Say by which factor the candidate is off, where rounding does not move it as far.
+
+    A factor that one massive activation sets by itself counts only where the error is `broad`, that of most tokens.
+    """
     if known.scale is None:
         return ""
-    off, by_chance = abs(m.scale - 1), max(known.scale, floor.error / math.sqrt(min(m.compared, _INDEPENDENT)))
-    lone = m.max_abs**2 > m.mse * m.compared / 2  # one massive activation sets the factor by itself
-    if off > 2 * by_chance and (not (flipped or lone) or tokens.median > _BROAD * median):
-        return f"scaled by {m.scale:.6g}: rounding gives {1 + known.scale:.6g} at most; {whole}"
-    return ""
+    by_chance = max(known.scale, known.floor.error / math.sqrt(min(m.compared, _INDEPENDENT)))
+    lone = m.max_abs**2 > m.mse * m.compared / 2
+    if abs(m.scale - 1) <= 2 * by_chance or (lone and not broad):
+        return ""
+    return f"scaled by {m.scale:.6g}: rounding gives {1 + known.scale:.6g} at most; {whole}"
 
 
 def _nonfinite(m: Metrics) -> str:
@@ -321,7 +336,9 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     kinds = Counter(row.kind for row in compared)
     uncertain = [row for row in compared if row.kind == "degenerate"]
     if kinds["same"] == len(compared):
-        return Verdict("same", f"every value of {len(compared):,} rows is equal")
+        left = len(rows) - len(compared)
+        but = f"; {left:,} more rows could not be compared" if left else ""
+        return Verdict("same", f"every value of {len(compared):,} rows is equal{but}")
     measured = [row for row in compared if row.ratio is not None and math.isfinite(row.ratio) and row.kind == "noise"]
     worst = max(measured, key=lambda row: row.ratio or 0.0, default=None)
     said = f"what differs is noise; the largest error is {worst.ratio:.3g} times its floor, at {worst}" if worst else ""

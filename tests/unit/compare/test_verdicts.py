@@ -484,9 +484,24 @@ def tied(*changed, tied=None, gap=1e-4):
     return lambda measured: Flips(rows, len(rows) if tied is None else tied, gap)
 
 
-def test_choices_in_another_order_are_noise():
-    row = only(pair("gate[1]", CHOSEN, CHOSEN.flip(-1)))
-    assert (row.kind, row.because) == ("noise", "the same choices in another order, in 4 of 4 rows")
+def test_choices_in_another_order_are_noise_where_scores_decide_it():
+    row = only(pair("gate[1]", CHOSEN, CHOSEN.flip(-1)), ties=tied(gap=0.0))
+    assert row.kind == "noise"
+    assert row.because.startswith("the same numbers in another order, in 4 of 4 rows: choices")
+
+
+def test_token_ids_in_another_order_are_a_root():
+    row = only(pair("embed:input[0]", CHOSEN, CHOSEN.flip(-1)))
+    assert (row.kind, row.because) == ("root", "the same numbers in another order, in 4 of 4 rows")
+
+
+def test_a_scaled_tensor_without_tokens_is_found_by_its_factor():
+    flat = torch.randn(64, 32, generator=torch.Generator().manual_seed(3))
+    noisy = noise_of(
+        pair("a", flat, flat + 0.009 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(4)))
+    )
+    assert kinds(pair("a", flat, flat * 1.01), noise=[noisy]) == ["root"]
+    assert kinds(pair("a", flat, flat * 1.001), noise=[noisy]) == ["noise"]
 
 
 def test_choices_that_flip_without_scores_are_a_root():
