@@ -103,9 +103,10 @@ def missing(mode: str, folder: str, here: list[str]) -> str:
 
 def how_to_make(mode: str, folder: str) -> str:
     """Name the commands that make a mode."""
+    run = quote(f"runs/{mode}")
     return (
-        f"Make it: `layerscope record MODEL --to runs/{mode}`, "
-        f"then `layerscope convert runs/{mode} {quote(folder)} --to quamba --mode {mode}`."
+        f"Make it: `layerscope record MODEL '**.layers.*' --to {run}`, "
+        f"then `layerscope convert {run} {quote(folder)} --to quamba --mode {quote(mode)}`."
     )
 
 

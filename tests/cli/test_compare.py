@@ -262,6 +262,17 @@ def test_rules_are_read_from_a_file(cli, modes, tmp_path):
     answer = cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--rules", tmp_path / "rules")
     assert answer.code == 2
     assert "marry" in answer.err
+    (tmp_path / "rules").write_bytes(b"\xff\xfe\0")
+    answer = cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--rules", tmp_path / "rules")
+    assert answer.code == 2
+    assert "is no file of rules: it is not text in UTF-8" in answer.err
+
+
+def test_a_limit_that_is_no_number_is_one_sentence_and_2(cli, modes):
+    answer = cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--limit", "nan")
+    assert answer.code == 2
+    assert answer.err.startswith("layerscope: limit is how many times the floor an error may be")
+    assert "unexpected" not in answer.err
 
 
 def test_markdown_and_json_are_two_pages(cli, modes):

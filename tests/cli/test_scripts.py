@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -124,6 +126,14 @@ def test_what_is_missing_is_said_with_the_command_that_makes_it(script):
     assert "has no mode 9: it has 2-1, fp16, fp32, short" in mode.err
     assert "`layerscope convert runs/9 'layer outputs' --to quamba --mode 9`" in mode.err
     assert script().code == 2
+
+
+def test_the_commands_that_make_a_missing_mode_make_it(cli, script):
+    for mode in ("fp32", "my mode"):
+        told = script(mode, "--output_dir", "made here").err.replace("MODEL", "tiny-transformer")
+        commands = [shlex.split(command) for command in re.findall("`layerscope (.+?)`", told)]
+        assert [cli(*command).code for command in commands] == [0, 0]
+    assert script("my mode", "--output_dir", "made here").code == 0
 
 
 def test_all_modes_have_a_row_and_a_file_each(shell, made):

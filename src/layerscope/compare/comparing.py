@@ -22,7 +22,7 @@ from layerscope.compare.resuming import Memory, place, stamp
 from layerscope.compare.rows import Against, Comparison, Row
 from layerscope.compare.rules import Rule, parse_rules
 from layerscope.compare.verdicts import LIMIT, judge, verdict
-from layerscope.errors import Incomparable, LayerscopeError
+from layerscope.errors import BadText, Incomparable, LayerscopeError
 from layerscope.store import Reader, cache_folder, open_run, selected
 from layerscope.store.address import Address
 
@@ -57,7 +57,7 @@ def compare(
     if not candidates:
         raise TypeError("compare takes a reference and at least one candidate: compare('runs/fp32', 'runs/int8')")
     if not limit > 0:
-        raise ValueError(f"limit is how many times the floor an error may be, a number above 0; not {limit!r}")
+        raise BadText(f"limit is how many times the floor an error may be, a number above 0; not {limit!r}")
     trusted = _opened(reference)
     others = [_opened(one) for one in candidates]
     quiet = [_opened(one) for one in _several(noise)]
@@ -104,7 +104,10 @@ def _several(runs: Runs) -> Sequence[Address | Reader]:
 
 def _rules(rules: str | os.PathLike[str] | Sequence[Rule]) -> Sequence[Rule]:
     if isinstance(rules, os.PathLike):
-        return parse_rules(Path(rules).read_text(encoding="utf-8"))
+        try:
+            return parse_rules(Path(rules).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise BadText(f"{rules} is no file of rules: it is not text in UTF-8 ({error.reason})") from error
     return parse_rules(rules) if isinstance(rules, str) else rules
 
 
@@ -233,10 +236,13 @@ def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         if run.layout == "layerscope" and not run.complete:
             yield f"{role} is {_incomplete(run)}; what is not there was not compared"
     lonely = [row for row in rows if row.kind == "unpaired" and row.counterpart is None]
-    for has, role in ((True, "the reference"), (False, "the candidate")):
-        several = len({row.point for row in lonely if row.reference_has is has})
-        if several:
-            yield f"{several:,} points of {role} found no partner"
+    for has, role, other in ((True, "the reference", "the candidate"), (False, "the candidate", "the reference")):
+        points = len({row.point for row in lonely if row.reference_has is has and not row.method})
+        if points:
+            yield f"{points:,} points of {role} found no partner"
+        records = sum(row.reference_has is has and bool(row.method) for row in lonely)
+        if records:
+            yield f"{records:,} records of {role} are of moments that {other} has not"
     blind = sum(row.metrics is None and row.kind not in ("missing", "unpaired") for row in rows)
     if blind:
         yield f"{blind:,} rows rest on statistics alone, which cannot tell a permutation"

@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from layerscope.compare.alignment import Alignment, Pair, Seen, align, pair_moments
@@ -37,6 +38,14 @@ class Records:
         for entry in self.entries:
             self.of.setdefault(entry.point, {})[entry.moment] = entry
         self.order = {(entry.point, entry.moment): at for at, entry in enumerate(self.entries)}
+
+    @cached_property
+    def beside(self) -> dict[tuple[str, str], list[Point]]:
+        """The points of each module and side, whatever the leaf."""
+        found: dict[tuple[str, str], list[Point]] = {}
+        for point in self.of:
+            found.setdefault((point.name, point.side), []).append(point)
+        return found
 
     @property
     def seen(self) -> list[Seen]:
@@ -209,14 +218,13 @@ class Plan:
 
     def ties(self, one: Measured, noise: Sequence[Noise]) -> Flips | None:
         """Look whether choices flipped at near-ties: the scores stand beside them, in the same module's value."""
-        job = next(job for job in self.jobs if job.key == (one.point, one.moment))
+        job = self._by_key[one.point, one.moment][0]
         shape = job.reference.shape or ()
         rows = prod(shape[:-1])
-        for point, at in self.left.of.items():
-            scores = at.get(one.moment)
+        for point in self.left.beside[one.point.name, one.point.side]:
+            scores = self.left.of[point].get(one.moment)
             if (
-                (point.name, point.side) != (one.point.name, one.point.side)
-                or scores is None
+                scores is None
                 or scores.shape is None
                 or not rounding(scores.dtype or "")
                 or prod(scores.shape[:-1]) != rows
@@ -233,8 +241,19 @@ class Plan:
     def _error_of(self, key: Key, noise: Sequence[Noise]) -> float:
         """Return the error to be expected of scores: what the noise runs show, and at least their own rounding."""
         errors = [run.metrics[key].relative_l2 for run in noise if key in run.metrics]
-        stored = [rounding(dtype) for job in self.jobs if job.key == key for dtype in self._dtypes(job)]
-        return max([*errors, *stored]) if errors else 2 * max(map(rounding, self.dtypes))
+        stored = [rounding(dtype) for job in self._by_key.get(key, ()) for dtype in self._dtypes(job)]
+        return max([*errors, *stored]) if errors else 2 * self._coarsest
+
+    @cached_property
+    def _by_key(self) -> dict[Key, list[Job]]:
+        found: dict[Key, list[Job]] = {}
+        for job in self.jobs:
+            found.setdefault(job.key, []).append(job)
+        return found
+
+    @cached_property
+    def _coarsest(self) -> float:
+        return max(map(rounding, self.dtypes))
 
 
 def _cut(entry: Entry, cut: tuple[int, int] | None) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from layerscope.compare.floors import ESTIMATED, Expected, Noise, Step, expected, off_most, step_of
@@ -65,7 +65,7 @@ class _Step:
 
     depth: int = 0  # how many rows that round have run
     root: Row | None = None
-    parted: dict[tuple[str, str], list[Row]] = field(default_factory=dict)  # by module and side
+    inside: dict[tuple[str, str], Row] = field(default_factory=dict)  # the first of each module's parts, by side
     seen_inputs: dict[tuple[str, int], list[Row]] = field(default_factory=dict)  # by module and call
     flipped: str = ""  # where a choice flipped at a near-tie, in words
     rerouted: set[int] = field(default_factory=set)  # the tokens it sent elsewhere
@@ -167,6 +167,8 @@ class _Court:
             return "degenerate", f"the reference is {what}: no relative error means anything; max |d| {m.max_abs:.3g}"
         if _masks(m):
             return "noise", "a mask: each side's lowest number stands in the same places"
+        if math.isnan(m.relative_l2):
+            return "root", f"the reference vanishes beside the candidate: max |d| {m.max_abs:.3g} has no ratio to it"
         excess = _excess(m, known, self._limit, step)
         if excess:
             return "root", excess
@@ -210,7 +212,7 @@ class _Court:
         """Tell where a difference was made from where it is merely seen."""
         name, side, call = one.point.name, one.point.side, one.moment.call
         excess = f"{excess}; its weights differ" if one.weights_differ else excess
-        inner = _part_of(name, side, step.parted)
+        inner = step.inside.get((name, side)) if side in ("output", "grad_input") else None
         if inner is not None:
             return "inherited", f"{excess}; its part {inner} parted before it"
         before, after = ("grad_output", "grad_input") if side.startswith("grad") else ("input", "output")
@@ -233,21 +235,18 @@ class _Court:
         if side in ("input", "grad_output"):
             step.seen_inputs.setdefault((name, call), []).append(row)
         if row.parted:
-            step.parted.setdefault((name, side), []).append(row)
+            for whole in _wholes(name):
+                step.inside.setdefault((whole, side), row)
         if row.kind in ("root", "nonfinite"):
             step.root = step.root or row
             self._roots.setdefault(str(row.point), row)
 
 
-def _part_of(name: str, side: str, parted: Mapping[tuple[str, str], list[Row]]) -> Row | None:
-    """Find a module inside this one that has parted on this side: the parent's output shows its children's."""
-    if side not in ("output", "grad_input"):
-        return None
-    inside = f"{name}." if name else ""
-    for (other, of), rows in parted.items():
-        if of == side and other != name and other.startswith(inside):
-            return rows[0]
-    return None
+def _wholes(name: str) -> Iterator[str]:
+    """Name the modules that a module is a part of: their outputs show its own."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _excess(m: Metrics, known: Expected, limit: float, step: _Step) -> str:
@@ -337,15 +336,20 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     uncertain = [row for row in compared if row.kind == "degenerate"]
     if kinds["same"] == len(compared):
         left = len(rows) - len(compared)
-        but = f"; {left:,} more rows could not be compared" if left else ""
-        return Verdict("same", f"every value of {len(compared):,} rows is equal{but}")
+        but = f"; {_rows(left, 'more row')} could not be compared" if left else ""
+        return Verdict("same", f"every value of {_rows(len(compared))} is equal{but}")
     measured = [row for row in compared if row.ratio is not None and math.isfinite(row.ratio) and row.kind == "noise"]
     worst = max(measured, key=lambda row: row.ratio or 0.0, default=None)
     said = f"what differs is noise; the largest error is {worst.ratio:.3g} times its floor, at {worst}" if worst else ""
     said = said or "what differs has no relative error"
     if uncertain:
-        said += f"; {len(uncertain):,} degenerate rows differ, see {uncertain[0]}"
+        verb = "differs" if len(uncertain) == 1 else "differ"
+        said += f"; {_rows(len(uncertain), 'degenerate row')} {verb}, see {uncertain[0]}"
     return Verdict("noise", said)
+
+
+def _rows(count: int, what: str = "row") -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _when(row: Row, rows: Sequence[Row]) -> str:

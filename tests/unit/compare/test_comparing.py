@@ -245,6 +245,18 @@ def test_points_that_find_no_partner_are_rows_and_a_note():
     )
 
 
+def test_moments_that_one_run_lacks_are_counted_as_records_and_not_as_points():
+    several = run(*(("a", Moment(step=at, batch=at), X) for at in range(3)))
+    once = run(("a", X))
+    assert compare(several, once).candidates[0].notes[-1] == (
+        "2 records of the reference are of moments that the candidate has not"
+    )
+    assert compare(once, several).candidates[0].notes[-1] == (
+        "2 records of the candidate are of moments that the reference has not"
+    )
+    assert "moments" not in " ".join(compare(several, several).candidates[0].notes)
+
+
 # Rules ------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ from layerscope.points import Moment, Point
 from layerscope.stats.bits import ITEMS
 from layerscope.store import Blob, Manifest, MemoryRun, Writer, open_run
 
+# The package exports the function under the same name.
+MEASURING = import_module("layerscope.compare.measure")
+
 DTYPES = [getattr(torch, name) for name in ITEMS]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -26,14 +30,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 @pytest.fixture(params=["numba", "numpy"])
 def sweeping(request, monkeypatch):
     chosen = kernels if request.param == "numba" else fallback
-    monkeypatch.setattr("layerscope.compare.measure.engine", lambda: chosen)
+    monkeypatch.setattr(MEASURING, "engine", lambda: chosen)
     return chosen
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
     monkeypatch.setattr(streams, "PART", 70_000)
-    monkeypatch.setattr("layerscope.compare.measure.PART", 70_000)
+    monkeypatch.setattr(MEASURING, "PART", 70_000)
 
 
 def values_of(tensor):
@@ -558,8 +562,8 @@ def test_the_cut_into_parts_changes_nothing_but_rounding(part, monkeypatch, swee
     c[1, 3, 2] = math.inf
     whole = measure(r, c)
     monkeypatch.setattr(streams, "PART", part)
-    monkeypatch.setattr("layerscope.compare.measure.PART", part)
-    monkeypatch.setattr("layerscope.compare.measure._ROWS", 5)
+    monkeypatch.setattr(MEASURING, "PART", part)
+    monkeypatch.setattr(MEASURING, "_ROWS", 5)
     assert_true(measure(r, c), r, c)
     parts = measure(r, c, threads=3)
     assert parts == measure(r, c)
@@ -640,7 +644,7 @@ def write(path, tensor):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_records_are_measured_from_their_files(tmp_path, threads, monkeypatch):
     monkeypatch.setattr(streams, "PART", 1000)
-    monkeypatch.setattr("layerscope.compare.measure.PART", 1000)
+    monkeypatch.setattr(MEASURING, "PART", 1000)
     r = torch.randn(3, 50, 96)
     c = (r[..., 32:64] + 0.01).bfloat16()
     sides = Values(write(tmp_path / "a", r), cut=(32, 64)), Values(write(tmp_path / "b", c))

@@ -8,7 +8,7 @@ import torch
 
 from layerscope.compare.floors import Noise, rounding
 from layerscope.compare.measure import measure
-from layerscope.compare.planning import Plan, Records, fitting
+from layerscope.compare.planning import Job, Plan, Records, fitting
 from layerscope.compare.rules import Rule, parse_rules
 from layerscope.compare.verdicts import Measured
 from layerscope.errors import Damaged, NoSuchPoint
@@ -247,6 +247,20 @@ def test_scores_beside_the_choices_tell_near_ties():
     noise = [Noise("n", {(Point("gate", leaf=(0,)), Moment()): measure(SCORES, SCORES * 1.001)})]
     assert ties(plan(routed(CHOSEN), routed(TIED)), noise).at_near_ties
     assert not ties(plan(routed(CHOSEN), routed(FAR)), noise).at_near_ties
+
+
+def test_many_moments_of_choices_are_looked_up_and_not_searched_for(monkeypatch):
+    moments = [Moment(step=at, batch=at) for at in range(40)]
+    one, other = (
+        run(*(each for moment in moments for each in (("gate[0]", moment, SCORES), ("gate[1]", moment, chosen))))
+        for chosen in (CHOSEN, TIED)
+    )
+    planned = measured_of(plan(one, other))
+    rows = [row for row in planned.measured() if row.point.leaf == (1,)]
+    asked, key = [], Job.key.fget
+    monkeypatch.setattr(Job, "key", property(lambda job: asked.append(job) or key(job)))
+    assert all(planned.ties(row, ()).scored for row in rows)
+    assert len(asked) <= len(planned.jobs)
 
 
 def test_without_noise_the_coarsest_dtype_says_how_near_a_tie_must_be():

@@ -221,6 +221,16 @@ def test_a_single_number_is_no_constant():
     assert only(pair("loss", loss * 0, loss)).kind == "degenerate"
 
 
+@pytest.mark.parametrize(("reference", "candidate"), [(1.0, 1e300), (1e-200, 1.0)])
+def test_a_candidate_whose_ratio_to_the_reference_no_number_holds_is_a_root(reference, candidate):
+    row = only(pair("a", X.astype(np.float64) * reference, X.astype(np.float64) * candidate))
+    assert row.kind == "root"
+    assert row.because.startswith("the reference vanishes beside the candidate: max |d| ")
+    assert str(verdict([row])) == "differs"
+    scaled = X.astype(np.float64) * candidate
+    assert only(pair("a", scaled, scaled * (1 + 1e-16))).kind == "same"
+
+
 def test_masks_with_each_dtype_s_own_lowest_number_agree():
     lowest = torch.finfo(torch.float32).min
     mask = torch.triu(torch.full((1, 1, 8, 8), lowest), diagonal=1)
@@ -624,6 +634,7 @@ def test_tokens_rerouted_where_noise_flips_as_well_are_noise_downstream():
 def test_equal_rows_are_the_same_run():
     found = verdict([written("a", "same"), written("b", "same")])
     assert (str(found), found.because) == ("same", "every value of 2 rows is equal")
+    assert verdict([written("a", "same")]).because == "every value of 1 row is equal"
 
 
 def test_noise_names_the_largest_ratio():
@@ -637,7 +648,7 @@ def test_noise_names_the_largest_ratio():
 def test_degenerate_rows_are_told_beside_the_noise():
     found = verdict([written("a", "noise", ratio=1.0), written("z", "degenerate", ratio=None)])
     assert str(found) == "noise"
-    assert found.because.endswith("; 1 degenerate rows differ, see z")
+    assert found.because.endswith("; 1 degenerate row differs, see z")
     alone = verdict([written("z", "degenerate", ratio=float("nan"))])
     assert alone.because.startswith("what differs has no relative error")
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["about", "array_name", "recognise", "said_of", "statistics_name", "timestamp", "write"]
 
-_ARRAY = re.compile(r"mode_(.+)_layer_(\d{1,9})\.npy")
-_STATISTICS = re.compile(r"mode_(.+)_stats\.json")
+_ARRAY = re.compile(r"mode_(.+)_layer_(\d{1,9})\.npy", re.DOTALL)
+_STATISTICS = re.compile(r"mode_(.+)_stats\.json", re.DOTALL)
 _ENTRY = re.compile(r"layer_(\d{1,9})")
 
 

@@ -115,7 +115,8 @@ class Job:
             differ = [w for w in WHEN if len({getattr(entry.moment, w) for entry in entries}) > 1]
             raise Ambiguous(
                 f"{point} was recorded at {len(moments)} moments: {', '.join(moments[:_LISTED])}{more}; "
-                f"the {self.layout} layout holds one, so choose it with {', '.join(f'{word}=' for word in differ)}"
+                f"the {self.layout} layout holds one, so choose it with "
+                f"{', '.join(f'{word}= or --{word}' for word in differ)}"
             )
         return entries[0] if entries else None
 

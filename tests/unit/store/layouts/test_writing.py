@@ -133,6 +133,13 @@ def test_a_mode_that_can_name_no_file_is_refused(source, tmp_path, mode):
     assert not (tmp_path / "lo").exists()
 
 
+def test_whatever_a_mode_is_called_it_reads_back(source, tmp_path):
+    stored = open_run(source).tensor("model.layers.0")
+    for mode in ("two\nlines", "a b", "a_layer_1", "ü"):
+        convert(source, tmp_path / "lo", layout="quamba", mode=mode)
+        assert torch.equal(open_run(tmp_path / "lo", mode=mode).tensor("layers.0"), stored)
+
+
 def test_a_run_that_names_no_mode_must_be_given_one(tmp_path):
     run = recorded(tmp_path / "source", [("layers.0", Moment(), torch.ones(1))])
     with pytest.raises(Unsupported, match="states none: say it with mode= or --mode"):
@@ -288,7 +295,7 @@ def test_one_of_several_moments_must_be_chosen(tmp_path):
         convert(run, tmp_path / "lo", layout="quamba", mode="0")
     assert str(told.value) == (
         "layers.0:output was recorded at 4 moments: step=0, step=0 call=1, step=1, step=1 call=1; "
-        "the quamba layout holds one, so choose it with step=, batch=, call="
+        "the quamba layout holds one, so choose it with step= or --step, batch= or --batch, call= or --call"
     )
     convert(run, tmp_path / "lo", layout="quamba", mode="0", step=1, call=1)
     assert np.load(tmp_path / "lo" / "mode_0_layer_0.npy").tolist() == [pytest.approx(1.1)]
