@@ -10,8 +10,11 @@ accelerator is `devices.py`'s.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -21,6 +24,7 @@ import torch
 
 from layerscope.errors import Unsupported
 from layerscope.recorder.devices import arriving
+from layerscope.stats.bits import lying
 
 __all__ = ["Arena", "Lease", "Pool", "dtype_name", "plain", "undisturbed"]
 
@@ -84,10 +88,14 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
+# Chunks that no tensor lies in any more. They are mapped and touched: a fresh one costs as much as the copies into it.
+_idle: deque[mmap.mmap] = deque(maxlen=2)
+
+
 class Arena:
     """Memory for tensors that stay: chunks of huge pages, filled one copy after the other.
 
-    A chunk lives as long as any tensor in it.
+    A chunk lives as long as any tensor in it. Then it is used again, by this arena or another.
     """
 
     def __init__(self) -> None:
@@ -98,10 +106,10 @@ class Arena:
     def copy(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Copy a plain tensor; the result is called for when it is needed, and may then wait for a device."""
         shape, dtype, size = tensor.shape, tensor.dtype, tensor.nbytes
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             return arriving(tensor, lambda: _as_tensor(self._room(size), dtype, shape))
         kept = _as_tensor(self._room(size), dtype, shape)
-        np.copyto(_bits(kept), _bits(tensor))
+        _copy(kept, tensor)
         return lambda: kept
 
     def _room(self, size: int) -> Bytes:
@@ -109,7 +117,7 @@ class Arena:
             return np.empty(size, np.uint8)
         with self._lock:
             if self._at + size > len(self._chunk):
-                self._chunk, self._at = _huge(max(size, _CHUNK)), 0
+                self._chunk, self._at = _huge(size) if size > _CHUNK else _chunk(), 0
             start = self._at
             self._at = -(-(start + size) // 64) * 64
             return self._chunk[start : start + size]
@@ -140,8 +148,8 @@ class Pool:
             taken.append(self._take(size))
             return _as_tensor(taken[0][:exact], dtype, shape)
 
-        if tensor.device.type == "cpu":
-            np.copyto(_bits(room()), _bits(tensor))
+        if tensor.is_cpu:
+            _copy(room(), tensor)
             return Lease(lambda: taken[0][:exact], lambda: self._give(taken))
         arrival = arriving(tensor, room)
 
@@ -167,6 +175,15 @@ class Pool:
                     self._idle.setdefault(buffer.size, []).append(buffer)
 
 
+def _copy(kept: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy the values of a CPU tensor to contiguous memory, past torch where they lie plainly."""
+    lies = lying(tensor)
+    if lies is None:
+        np.copyto(_bits(kept), _bits(tensor))
+    else:
+        ctypes.memmove(kept.data_ptr(), lies[1], tensor.nbytes)
+
+
 def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """View a CPU tensor's values as words, whatever its dtype: numpy has no bfloat16."""
     word = _WORDS.get(tensor.itemsize)
@@ -179,11 +196,31 @@ def _as_tensor(room: Bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tens
     return torch.from_numpy(room).view(dtype).view(shape)
 
 
+def _chunk() -> Bytes:
+    """Return a chunk that becomes idle when nothing is left that looks into it.
+
+    Every tensor and array that does holds the array made here. What a finaliser may do is little: it can come at any
+    allocation, in any thread, and a deque needs no lock.
+    """
+    try:
+        memory = _idle.pop()
+    except IndexError:
+        memory = _mapped(_CHUNK)
+    chunk: Bytes = np.frombuffer(memory, np.uint8)
+    weakref.finalize(chunk, _idle.append, memory).atexit = False
+    return chunk
+
+
 def _huge(size: int) -> Bytes:
-    """Return fresh memory in huge pages where the system has them."""
+    """Return fresh memory of this size."""
+    return np.frombuffer(_mapped(size), np.uint8)[:size]
+
+
+def _mapped(size: int) -> mmap.mmap:
+    """Map fresh memory in huge pages where the system has them."""
     whole = -(-max(size, 1) // _HUGE_PAGE) * _HUGE_PAGE
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, whole, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)[:size]
+    return memory

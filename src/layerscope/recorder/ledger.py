@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import threading
+from collections.abc import Iterable
 
 import torch
 
@@ -62,7 +63,7 @@ class Ledger:
             self._schedule = f"its schedule raised {type(error).__name__}: {error}"
             _log.warning("a schedule raised %s: %s; the forward is not recorded", type(error).__name__, error)
 
-    def ended(self, called: dict[str, int], *, failed: bool) -> None:
+    def ended(self, called: Iterable[str], *, failed: bool) -> None:
         """Take down which modules a forward called."""
         with self._lock:
             self._called.update(called)

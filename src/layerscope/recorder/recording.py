@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -27,14 +27,20 @@ from layerscope.recorder.clock import Clock
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.ledger import Ledger
-from layerscope.recorder.taps import Keep, Level, Plan, Wish, plan, schedule_of, taps_of
+from layerscope.recorder.taps import Keep, Level, Plan, Request, Wish, plan, schedule_of, taps_of
 from layerscope.runtimes import eager, find
 from layerscope.runtimes.sink import Step
 from layerscope.schedules import Schedule
-from layerscope.stats import Summary, backend, prepare, summarize
+from layerscope.stats import Later, Summary, backend, prepare, summarize
+from layerscope.stats.bits import lying
 from layerscope.store import Blob, Completeness, MemoryRun, Missing, Run, Writer, open_run
 
-__all__ = ["Recording", "record"]
+__all__ = ["Listener", "Recording", "record"]
+
+# Whether somebody listens to tensor operations, or changes what they make.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_inference_mode = torch.is_inference_mode_enabled
 
 _log = logging.getLogger("layerscope")
 _BUDGET = 512 << 20
@@ -44,7 +50,7 @@ _SILENT_BLOCK = (
 
 # A record on its way into a run in memory; copy and summary may still have to arrive from a device.
 _Copy = Callable[[], torch.Tensor]
-_Waiting = tuple[Point, Moment, "_Copy | None", "Summary | Callable[[], Summary] | None", "Mapping[str, str] | None"]
+_Waiting = tuple[Point, Moment, "_Copy | None", "Summary | Callable[[], Summary] | None", "Mapping[str, Any] | None"]
 
 
 def record(
@@ -61,6 +67,7 @@ def record(
     mode: str | None = None,
     weights: bool | None = None,
     budget: int = _BUDGET,
+    listener: Listener | None = None,
 ) -> Recording:
     """Record the tapped points of `model` until the block ends: in memory, or in the run that `to` names.
 
@@ -72,7 +79,8 @@ def record(
     What cannot be recorded is listed under `missing` and the model's run goes on; `on_error="raise"` raises at the end
     of the block. If forwards ran and no tap that was due saw anything, the end of the block always raises. `name` and
     `mode` are what the run says of its model. `weights` asks for the fingerprints of the model's parameters (by default
-    for runs on disk of models up to 8 GiB); `budget` bounds the bytes that wait for the disk.
+    for runs on disk of models up to 8 GiB); `budget` bounds the bytes that wait for the disk. A `listener` is told each
+    record as it is made; in memory, summaries alone are then not kept.
 
     A tensor seen before is recognised as the same object at the same version. What changes it without changing its
     version (`.data`, numpy, a kernel of one's own) goes unnoticed until the next tensor.
@@ -96,7 +104,22 @@ def record(
             "torch.compile from running them; record the model before it is compiled."
         )
     settings = _Settings(to, on_error == "raise", append, statistics, name, mode, weights, budget)
-    return Recording(model, planned, settings)
+    return Recording(model, planned, settings, listener)
+
+
+class Listener(Protocol):
+    """Somebody who follows a recording while it is made; its methods are called in the middle of a forward.
+
+    One that has a method `whole(point, moment, value)` is also told each value as the module gave it, tensors first.
+    """
+
+    def wants(self) -> bool:
+        """Tell whether the forward that is about to begin counts; otherwise it is neither recorded nor numbered."""
+
+    def seen(
+        self, point: Point, moment: Moment, tensor: torch.Tensor, summary: Summary | Callable[[], Summary] | None
+    ) -> None:
+        """Take note of a record; the tensor is the model's own, and only for now."""
 
 
 class _Settings(NamedTuple):
@@ -117,6 +140,7 @@ class _Step(Step):
     """A step with the taps that are due in it, and the tensors already looked at."""
 
     due: tuple[bool, ...] = ()
+    requests: dict[int, Request] = field(default_factory=dict)
     looks: dict[int, _Look] = field(default_factory=dict)
     moments: dict[int, Moment] = field(default_factory=dict)  # of each call
 
@@ -154,8 +178,11 @@ class Recording:
     `rec.model` what to call. In memory, points that saw one and the same tensor share one copy of it.
     """
 
-    def __init__(self, model: torch.nn.Module, plan: Plan, settings: _Settings) -> None:
+    def __init__(
+        self, model: torch.nn.Module, plan: Plan, settings: _Settings, listener: Listener | None = None
+    ) -> None:
         self.model = model
+        self._listener = listener
         self.to = settings.to
         self._settings = settings
         self._plan = plan
@@ -167,6 +194,10 @@ class Recording:
         self._pool = Pool(settings.budget)
         self._devices = Statistics()
         self._clock = Clock()
+        self._note: Mapping[str, Any] | None = None
+        self._tell_whole: Callable[[Point, Moment, object], None] | None = getattr(listener, "whole", None)
+        self._whole = None if self._tell_whole is None else self._on_whole
+        self._paused = False
         self._memory: MemoryRun | None = None
         self._writer: Writer | None = None
         self._stack = ExitStack()
@@ -232,13 +263,29 @@ class Recording:
             lost = [*done.missing, *done.dropped]
             raise Incomplete(f"not everything asked for was recorded: {_listed(lost)}.")
 
-    def moment(self, *, epoch: int | None = None, step: int | None = None, batch: int | None = None) -> None:
+    def moment(
+        self,
+        *,
+        epoch: int | None = None,
+        step: int | None = None,
+        batch: int | None = None,
+        note: Mapping[str, Any] | None = None,
+    ) -> None:
         """Name the moment of the forwards to come.
 
         With `epoch` alone, steps and batches go on counting by themselves. With `batch` or `step`, every forward
-        belongs to it until the next call of `moment`.
+        belongs to it until the next call of `moment`. `note` is kept beside every record until then.
         """
+        self._note = note
         self._clock.set(epoch=epoch, step=step, batch=batch)
+
+    def pause(self) -> None:
+        """Let forwards pass, neither recorded nor counted, until `resume`: an evaluation in the middle of training."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Record and count again."""
+        self._paused = False
 
     def flush(self) -> None:
         """Wait until everything recorded so far is safe: on disk and acknowledged, or arrived in memory."""
@@ -269,11 +316,14 @@ class Recording:
 
     def begin(self) -> Step:
         """Start a step, or go on with the one the caller has named."""
+        if self._paused or not (self._listener is None or self._listener.wants()):
+            return _Step(Moment(), idle=True)
         moment = self._clock.begin()
         with self._lock:
             if self._step is None or self._step.moment is not moment:
                 due = self._due(moment)
-                self._step = _Step(moment, idle=not any(due), due=due)
+                requests = self._plan.requests(due)
+                self._step = _Step(moment, idle=not any(due), due=due, requests=requests, whole=self._whole)
             step = self._step
         self._ledger.began(step.due)
         return step
@@ -303,18 +353,24 @@ class Recording:
     ) -> None:
         """Keep what the taps that are due want of this tensor."""
         assert isinstance(step, _Step)
-        wish = self._plan.wish(step.due, point)
-        if not wish:
+        request = step.requests.get(id(point)) or self._plan.request(step.due, point)
+        if request.wish is None:
             self._ledger.passed(point)
             return
         try:
-            if _overridden():
+            if _dispatch_modes() or _function_modes() or _inference_mode():
                 with undisturbed():
-                    self._keep(step, point, step.at(call), tensor, wish, note)
+                    self._keep(step, request, step.at(call), tensor, request.wish, note)
             else:
-                self._keep(step, point, step.at(call), tensor, wish, note)
+                self._keep(step, request, step.at(call), tensor, request.wish, note)
         except Exception as error:
             self.failed(point, error)
+
+    def _on_whole(self, step: Step, point: Point, value: object, call: int) -> None:
+        assert isinstance(step, _Step)
+        assert self._tell_whole is not None
+        with undisturbed():
+            self._tell_whole(point, step.at(call), value)
 
     def empty(self, point: Point, *, because: str) -> None:
         """Remember why a side that was asked for has no record."""
@@ -333,7 +389,7 @@ class Recording:
     def _keep(
         self,
         step: _Step,
-        point: Point,
+        request: Request,
         moment: Moment,
         tensor: torch.Tensor,
         wish: Wish,
@@ -342,25 +398,37 @@ class Recording:
         if wish.function is not None:
             tensor = _as_result(wish.function(tensor.detach()))
             wish = Wish(True, wish.summary, wish.level)
-        look = _look(step, tensor)
+        point, look = request.point, _look(step, tensor)
         if not look.holds(wish, in_memory=self._writer is None):
             self._take(look, tensor, wish)
-        said = {**note, **(look.note or {})} if note else look.note
+        said: Mapping[str, Any] | None = look.note
+        if note or self._note:
+            said = {**(self._note or {}), **(note or {}), **(look.note or {})}
         summary = look.summary if wish.summary else None
+        if self._listener is not None:
+            self._listener.seen(point, moment, tensor, summary)
         if self._writer is not None:
             self._writer.write(point, moment, blob=look.blob, summary=summary, note=said)
             look.blob = None
-        else:
+        elif wish.tensor or self._listener is None:
             self._pending.append((point, moment, look.copy if wish.tensor else None, summary, said))
-        self._ledger.recorded(point)
+        if not request.recorded:
+            request.recorded = True
+            self._ledger.recorded(point)
 
     def _take(self, look: _Look, tensor: torch.Tensor, wish: Wish) -> None:
         """Take what is wanted of a tensor and not there yet; on an accelerator it is only started here."""
-        values, said = plain(tensor)
-        look.note = said or None
+        if wish.tensor or lying(tensor) is None:
+            values, said = plain(tensor)
+            look.note = said or None
+        else:
+            values = tensor
         if wish.summary and (look.summary is None or (wish.level == "full" and look.level != "full")):
-            start = summarize if values.device.type == "cpu" else self._devices.of
-            look.summary, look.level = start(values, level=wish.level), wish.level
+            if values.is_cpu:
+                look.summary = summarize(values, level=wish.level, later=True)
+            else:
+                look.summary = self._devices.of(values, level=wish.level)
+            look.level = wish.level
         if wish.tensor and self._writer is None:
             look.copy = look.copy or self._arena.copy(values)
         elif wish.tensor:
@@ -374,7 +442,9 @@ class Recording:
             point, moment, copy, summary, note = self._pending.popleft()
             try:
                 kept = None if copy is None else copy()
-                run.add(point, moment, tensor=kept, summary=summary() if callable(summary) else summary, note=note)
+                if callable(summary) and not isinstance(summary, Later):
+                    summary = summary()
+                run.add(point, moment, tensor=kept, summary=summary, note=note)
             except Exception as error:
                 self.failed(point, error)
 
@@ -421,26 +491,20 @@ def _dtypes(model: torch.nn.Module) -> set[str]:
     return {dtype_name(dtype) for dtype in found or {torch.float32}}
 
 
-def _overridden() -> bool:
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch.is_inference_mode_enabled()
-    )
-
-
 def _look(step: _Step, tensor: torch.Tensor) -> _Look:
     """Return what was already taken of this very tensor, or an empty look.
 
     An output that is the next module's input is one object, and its version tells whether it was changed in between.
     Inference tensors have no version, so each sight of one counts.
     """
-    if tensor.is_inference():
+    try:
+        version = tensor._version
+    except RuntimeError:
         return _Look(weakref.ref(tensor), -1)
     known = step.looks.get(id(tensor))
-    if known is not None and known.ref() is tensor and known.version == tensor._version:
+    if known is not None and known.version == version and known.ref() is tensor:
         return known
-    look = step.looks[id(tensor)] = _Look(weakref.ref(tensor), tensor._version)
+    look = step.looks[id(tensor)] = _Look(weakref.ref(tensor), version)
     return look
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from layerscope.errors import BadText
 from layerscope.patterns import Pattern, Place, op_name, select, select_op, split
-from layerscope.points import Moment, Point, Side
+from layerscope.points import Leaf, Moment, Point, Side
 from layerscope.schedules import ALWAYS, Schedule
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Keep", "Level", "Plan", "Tap", "Wish", "plan", "schedule_of", "taps_of"]
+__all__ = ["Keep", "Level", "Plan", "Request", "Tap", "Wish", "plan", "schedule_of", "taps_of"]
 
 Level = Literal["full", "moments"]
 Keep = Literal["tensor", "summary", "both"]
@@ -90,6 +90,18 @@ class Wish:
         return self.tensor or self.summary or self.function is not None
 
 
+_NOTHING = Wish()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One point, what the taps that are due want of it, and whether it has a record by now."""
+
+    point: Point
+    wish: Wish | None
+    recorded: bool = False
+
+
 @dataclass(slots=True)
 class Plan:
     """Taps resolved against a model: which sides of which modules, which operations, and what is due when."""
@@ -99,8 +111,22 @@ class Plan:
     ops: list[tuple[Pattern, ...]]  # of each tap
     default: Wish
     when: Schedule | None = None  # for taps without a schedule of their own
-    _due: dict[tuple[bool, ...], dict[Point, Wish]] = field(default_factory=dict)
-    _askers: dict[Point, set[int]] = field(default_factory=dict)
+    _due: dict[tuple[bool, ...], dict[Point, Request]] = field(default_factory=dict)
+    _requests: dict[tuple[bool, ...], dict[int, Request]] = field(default_factory=dict)
+    _askers: dict[tuple[str, Side, bool], list[tuple[Leaf, int]]] = field(default_factory=dict)
+    _wishes: list[Wish] = field(default_factory=list)  # of each tap
+
+    def __post_init__(self) -> None:
+        self._wishes = [self._of(tap) for tap in self.taps]
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Find who asks for each place: its leaves are only known once it is seen, and there is no time then."""
+        askers: dict[tuple[str, Side, bool], list[tuple[Leaf, int]]] = {}
+        for tap, points in enumerate(self.points):
+            for asked in points:
+                askers.setdefault((asked.name, asked.side, asked.op), []).append((asked.leaf, tap))
+        self._askers = askers  # in one go: other threads may be looking
 
     @property
     def expected(self) -> list[Point]:
@@ -118,7 +144,7 @@ class Plan:
     @property
     def counts(self) -> bool:
         """Whether any tap asks for statistics."""
-        return any(self._of(tap).summary for tap in self.taps)
+        return any(wish.summary for wish in self._wishes)
 
     @property
     def aliases(self) -> dict[str, list[str]]:
@@ -142,35 +168,35 @@ class Plan:
             points += (point for point in found if point not in points)
             wanted |= bool(found)
         if wanted:
+            self._resolve()
             self._due.clear()
-            self._askers.clear()
+            for requests in self._requests.values():  # emptied, not replaced: steps under way hold them
+                requests.clear()
         return op_name(qualified) if wanted else None
 
-    def wish(self, due: tuple[bool, ...], point: Point) -> Wish:
+    def requests(self, due: tuple[bool, ...]) -> dict[int, Request]:
+        """Return the requests that `request` has found so far, by the id of their points.
+
+        A point is hashed by its parts; its id is quicker, and cannot come to mean another while the request holds it.
+        """
+        return self._requests.setdefault(due, {})
+
+    def request(self, due: tuple[bool, ...], point: Point) -> Request:
         """Return what the taps that are due want of a point; the answer is remembered."""
-        known = self._due.get(due)
-        if known is None:
-            known = self._due.setdefault(due, {})
-        wish = known.get(point)
-        if wish is None:
-            wish = known[point] = self._wish(due, point)
-        return wish
+        known = self._due.setdefault(due, {})
+        request = known.get(point)
+        if request is None:
+            request = known[point] = Request(point, self.wish(due, point) or None)
+            self.requests(due)[id(point)] = request
+        return request
 
-    def _wish(self, due: tuple[bool, ...], point: Point) -> Wish:
-        wish = Wish()
-        for tap in self._asking(point):
-            if due[tap]:
-                wish |= self._of(self.taps[tap])
+    def wish(self, due: tuple[bool, ...], point: Point) -> Wish:
+        """Add up what the taps that are due want of a point, or of a value it is part of."""
+        wish = _NOTHING
+        for leaf, tap in self._askers.get((point.name, point.side, point.op), ()):
+            if due[tap] and point.leaf[: len(leaf)] == leaf:
+                wish = self._wishes[tap] if wish is _NOTHING else wish | self._wishes[tap]
         return wish
-
-    def _asking(self, point: Point) -> set[int]:
-        """Return the taps that ask for a point, or for a value it is part of."""
-        if not self._askers:
-            for tap, points in enumerate(self.points):
-                for asked in points:
-                    self._askers.setdefault(asked, set()).add(tap)
-        wholes = (Point(point.name, point.side, point.leaf[:n], point.op) for n in range(len(point.leaf) + 1))
-        return set().union(*(self._askers.get(whole, ()) for whole in wholes))
 
     def _of(self, tap: Tap) -> Wish:
         level = tap.statistics or self.default.level

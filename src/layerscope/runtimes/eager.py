@@ -15,11 +15,13 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr as _next_node
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.compiler import is_compiling
 
 from layerscope.patterns import Place
 from layerscope.points import Leaf, Moment, Point, Side, unwrapped
@@ -37,6 +39,8 @@ _SILENT = nullcontext().__exit__
 # The model as it was given, where that is a wrapper and its name belongs to what it wraps.
 _WRAPPER = "<wrapper>"
 
+_tracing_state = torch._C._get_tracing_state
+_graph_task = torch._C._current_graph_task_id
 _GRADED: frozenset[Side] = frozenset(("grad_input", "grad_output"))
 _NOWHERE = Step(Moment())  # where a repeated call belongs that nobody follows
 _REGIONS = 1 << 14  # checkpointed regions that may wait for their backward pass
@@ -143,45 +147,45 @@ class _Watcher:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.local = Local()
-        self.pid = os.getpid()
-        self.closed = False
+        self.live = True
         self.regions: dict[tuple[str, int], list[tuple[Step, int]]] = {}
-        self.points: dict[tuple[str, Side, Leaf], Point] = {}
+        _at_fork()
+        _WATCHERS.add(self)
 
     def close(self) -> None:
-        self.closed = True
+        self.live = False
 
-    def enter(self, name: str, sides: frozenset[Side], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        local = self.local
-        repeated = torch._C._current_graph_task_id() >= 0
-        graded = not sides.isdisjoint(_GRADED)
-        follow = graded and torch.is_grad_enabled()
+    def enter(self, hook: _Hook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name, local = hook.name, self.local
+        repeated = _graph_task() >= 0
+        follow = hook.graded and torch.is_grad_enabled()
         if repeated:
-            origin = self._repeats(name) if graded else None
+            origin = self._repeats(name) if hook.graded else None
             step, number = origin or (_NOWHERE, 0)
             follow = follow and origin is not None
         else:
             outer = local.innermost()
             step = outer.step if outer is not None else self.sink.begin()
             number = step.call(name)
-            if graded and not follow:
+            if hook.graded and not follow:
                 self._may_repeat(name, step, number)
-        sources: list[tuple[Leaf, Node, int]] = []
-        first_node = _next_node() if follow else 0
-        frame = sys._getframe(2)
-        local.calls.append(Call(name, step, number, repeated, follow, sys.exc_info()[1], frame, first_node, sources))
+        call = Call(name, step, number, repeated, follow, sys.exc_info()[1], sys._getframe(2))
+        local.calls.append(call)
         if step.idle:
             return
-        if follow and "grad_input" in sides:
-            for leaf, tensor in argument_leaves(args, kwargs):
-                if tensor.requires_grad:
-                    edge = get_gradient_edge(tensor)
-                    sources.append((leaf, edge.node, edge.output_nr))
+        sides = hook.sides
+        if follow:
+            call.first_node = _next_node()
+            if "grad_input" in sides:
+                for leaf, tensor in argument_leaves(args, kwargs):
+                    if tensor.requires_grad:
+                        edge = get_gradient_edge(tensor)
+                        call.sources.append((leaf, edge.node, edge.output_nr))
         if "input" in sides and not repeated:
-            self._deliver(step, name, "input", number, argument_leaves(args, kwargs), args or None)
+            self._deliver(step, hook, "input", number, argument_leaves(args, kwargs), args or None)
 
-    def exit(self, name: str, sides: frozenset[Side], value: object) -> None:
-        local = self.local
+    def exit(self, hook: _Hook, value: object) -> None:
+        name, sides, local = hook.name, hook.sides, self.local
         call = local.finished(name)
         if call is None:
             return  # another hook raised before ours could see the call begin
@@ -191,7 +195,7 @@ class _Watcher:
             if call.repeated and sides:
                 self.sink.recomputed(name)
             elif "output" in sides:
-                self._deliver(step, name, "output", call.number, leaves(value), value)
+                self._deliver(step, hook, "output", call.number, leaves(value), value)
             if call.follow and "grad_output" in sides:
                 self._follow_outputs(call, value)
             if call.sources:
@@ -200,18 +204,17 @@ class _Watcher:
             self.sink.end(step, failed=failed)
 
     def _deliver(
-        self, step: Step, name: str, side: Side, number: int, found: list[tuple[Leaf, torch.Tensor]], value: object
+        self, step: Step, hook: _Hook, side: Side, number: int, found: list[tuple[Leaf, torch.Tensor]], value: object
     ) -> None:
         if not found:
-            self.sink.empty(Point(name, side), because=f"its {side} holds no tensor: {describe(value)}")
-            return
+            self.sink.empty(Point(hook.name, side), because=f"its {side} holds no tensor: {describe(value)}")
         self.local.looking = True
         try:
             for leaf, tensor in found:
-                point = self.points.get((name, side, leaf))
-                if point is None:
-                    point = self.points.setdefault((name, side, leaf), Point(name, side, leaf))
+                point = hook.points.get(leaf) or hook.points.setdefault(leaf, Point(hook.name, side, leaf))
                 self.sink.seen(step, point, tensor, call=number)
+            if step.whole is not None:
+                step.whole(step, Point(hook.name, side), value, number)
         finally:
             self.local.looking = False
 
@@ -279,6 +282,8 @@ class _Hook:
         self.module = module
         self.name = name
         self.sides = sides
+        self.graded = not sides.isdisjoint(_GRADED)
+        self.points: dict[Leaf, Point] = {}  # of the side that the hook sees, as they come
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _SILENT
@@ -288,17 +293,16 @@ class _Hook:
 
     def mine(self, module: torch.nn.Module) -> bool:
         """Whether this is our module in our process, really running: a tracer's or compiler's pass is not."""
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        if is_compiling() or _tracing_state() is not None:
             return False
-        watcher = self.watcher
-        return module is self.module and not watcher.closed and watcher.pid == os.getpid()
+        return module is self.module and self.watcher.live
 
 
 class _Enter(_Hook):
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.mine(module):
             try:
-                self.watcher.enter(self.name, self.sides, args, kwargs)
+                self.watcher.enter(self, args, kwargs)
             except Exception as error:
                 self.watcher.sink.failed(Point(self.name, "input"), error)
 
@@ -307,7 +311,7 @@ class _Exit(_Hook):
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: object) -> None:
         if self.mine(module):
             try:
-                self.watcher.exit(self.name, self.sides, value)
+                self.watcher.exit(self, value)
             except Exception as error:
                 self.watcher.sink.failed(Point(self.name), error)
 
@@ -323,7 +327,7 @@ class _Gradient:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         watcher = self.watcher()
-        if watcher is None or watcher.closed or watcher.pid != os.getpid():
+        if watcher is None or not watcher.live:
             return
         watcher.local.looking = True
         try:
@@ -367,6 +371,21 @@ class _Inflow:
         total, self.total, self.arrived = self.total, None, 0
         if total is not None:
             self.tell(total)
+
+
+_WATCHERS: weakref.WeakSet[_Watcher] = weakref.WeakSet()
+
+
+@cache
+def _at_fork() -> None:
+    """Arrange, once, that watching ends in a forked child."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for watcher in list(_WATCHERS):
+        watcher.close()
 
 
 def _attach(stack: ExitStack, watcher: _Watcher, module: torch.nn.Module, name: str, sides: frozenset[Side]) -> None:

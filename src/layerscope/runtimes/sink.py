@@ -7,8 +7,9 @@ A runtime calls `begin` when an outermost forward starts, `seen` for each tensor
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 from layerscope.points import Moment, Point
@@ -25,19 +26,18 @@ _counting = threading.Lock()
 class Step:
     """One step under way: its moment, and how often each module has been called in it.
 
-    `idle` is set when no tap is due, so that hooks can return at once.
+    `idle` is set when no tap is due, so that hooks can return at once. `whole`, where it is set, is told each value
+    that passes a wanted side, with its structure, once its tensors have been seen.
     """
 
     moment: Moment
     idle: bool = False
-    calls: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, count[int]] = field(default_factory=dict)
+    whole: Callable[[Step, Point, object, int], None] | None = None
 
     def call(self, name: str) -> int:
         """Return the number of this call of `name`; threads that share the step get different ones."""
-        with _counting:
-            number = self.calls.get(name, 0)
-            self.calls[name] = number + 1
-            return number
+        return next(self.calls.get(name) or self.calls.setdefault(name, count()))
 
 
 class Sink(Protocol):

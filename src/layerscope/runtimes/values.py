@@ -9,13 +9,13 @@ a generator) is left closed, because looking into it could change it. A containe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from layerscope.points import Leaf
 
-__all__ = ["argument_leaves", "describe", "leaves"]
+__all__ = ["argument_leaves", "describe", "leaves", "rebuilt"]
 
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
 
@@ -32,14 +32,48 @@ def leaves(value: object) -> list[tuple[Leaf, torch.Tensor]]:
 def argument_leaves(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[tuple[Leaf, torch.Tensor]]:
     """Return the tensors of a call: positional arguments by number, keyword arguments by name."""
     found: list[tuple[Leaf, torch.Tensor]] = []
-    _collect(args, (), found, ())
-    _collect(kwargs, (), found, ())
+    for at, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            found.append(((at,), value))
+        elif type(value) not in _ATOMS:
+            _collect(value, (at,), found, (args,))
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            found.append(((name,), value))
+        elif type(value) not in _ATOMS:
+            _collect(value, (name,), found, (kwargs,))
     return found
 
 
 def describe(value: object) -> str:
     """Say what a value without tensors is, for the reason under `missing`."""
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def rebuilt(value: object, replace: Callable[[Leaf, torch.Tensor], object]) -> object:
+    """Return a value's own structure in plain containers, with something else in the place of each tensor.
+
+    Every kind of tuple becomes a tuple, every kind of list a list, what has named parts a dict. None, numbers and texts
+    stay; an object that is not walked becomes None.
+    """
+    return _rebuilt(value, (), replace, ())
+
+
+def _rebuilt(
+    value: object, at: Leaf, replace: Callable[[Leaf, torch.Tensor], object], above: tuple[object, ...]
+) -> object:
+    if isinstance(value, torch.Tensor):
+        return replace(at, value)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in _ATOMS or any(value is outer for outer in above):
+        return None
+    inside = [(key, _rebuilt(child, (*at, key), replace, (value, *above))) for key, child in _children(value)]
+    if isinstance(value, tuple):
+        return tuple(child for _, child in inside)
+    if isinstance(value, list):
+        return [child for _, child in inside]
+    return dict(inside) if isinstance(value, Mapping) or dataclasses.is_dataclass(value) else None
 
 
 def _collect(value: object, at: Leaf, found: list[tuple[Leaf, torch.Tensor]], above: tuple[object, ...]) -> None:

@@ -26,7 +26,7 @@ from layerscope.stats.prints import mixed
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ITEMS", "Array", "Bits", "byte_values", "item_of", "read"]
+__all__ = ["FIRST", "ITEMS", "Array", "Bits", "byte_values", "is_wide", "item_of", "lying", "read"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -44,8 +44,16 @@ ITEMS: dict[str, np.dtype[Any]] = {
     }.items()
 }  # fmt: skip
 
+FIRST = 10  # values of a tensor that are kept as they are
+
+_KERNEL_READY = frozenset(("float32", "bfloat16", "float16", "float64"))
 _COPY = 1 << 17  # items copied at a time when they do not lie in order: stays in the second-level cache
 _CHUNK = 1 << 30  # items handed to a kernel at a time when they do: its bucket counters are 32 bits wide
+
+
+def is_wide(dtype: str) -> bool:
+    """Whether the values of a dtype need float64; float32 holds the others exactly."""
+    return dtype not in ("float32", "bfloat16", "float16", "int16", "uint16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +79,12 @@ class Bits:
     @property
     def kernel_ready(self) -> bool:
         """Whether the kernels read these items as they are."""
-        return self.dtype in ("float32", "bfloat16", "float16", "float64")
+        return self.dtype in _KERNEL_READY
 
     @property
     def wide(self) -> bool:
         """Whether the values need float64; float32 holds the others exactly."""
-        return self.dtype not in ("float32", "bfloat16", "float16", "int16", "uint16")
+        return is_wide(self.dtype)
 
     @property
     def byte_wide(self) -> bool:
@@ -178,6 +186,39 @@ def read(tensor: torch.Tensor | Array) -> Bits:
         f"statistics were asked of a {type(tensor).__name__}; they exist for torch.Tensor and numpy.ndarray. "
         "Make one of it first, with torch.as_tensor."
     )
+
+
+def lying(tensor: Any) -> tuple[str, int, int] | None:
+    """Return dtype, address and number of items of a tensor that kernels can read as it lies; None of any other.
+
+    Says no quickly rather than why: `read` is for everything else, and has the reasons. Whatever is asked of torch's
+    own modules is asked once for each kind of tensor, because their dictionaries are seldom in the cache.
+    """
+    kind = type(tensor), getattr(tensor, "dtype", None), getattr(tensor, "layout", None)
+    known = _KINDS.get(kind) or _kind(*kind)
+    if known is None or not tensor.is_cpu or tensor.is_nested or tensor.is_neg() or not tensor.is_contiguous():
+        return None
+    dtype, itemsize = known
+    try:
+        address, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    except RuntimeError:
+        return None
+    size = tensor.nbytes
+    if address % itemsize or not 0 < size <= _CHUNK or tensor.storage_offset() * itemsize + size > held:
+        return None
+    return dtype, address, size // itemsize
+
+
+_KINDS: dict[tuple[Any, Any, Any], tuple[str, int]] = {}
+
+
+def _kind(kind: Any, dtype: Any, layout: Any) -> tuple[str, int] | None:
+    """Return dtype and size of an item where kernels read this kind of tensor, and remember it."""
+    torch = sys.modules.get("torch")
+    if torch is None or kind is not torch.Tensor or layout is not torch.strided or _name(dtype) not in _KERNEL_READY:
+        return None
+    known = _KINDS[kind, dtype, layout] = _name(dtype), ITEMS[_name(dtype)].itemsize
+    return known
 
 
 def _read_torch(tensor: torch.Tensor, torch: ModuleType) -> Bits:

@@ -7,14 +7,15 @@ The choice is made once per process, on first use, and only if both agree on a f
 
 from __future__ import annotations
 
+import struct
 from functools import cache
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from layerscope.stats.bits import Array
+from layerscope.stats.bits import FIRST, Array
 
-__all__ = ["NOTHING", "Engine", "Sweep", "backend", "engine", "joined"]
+__all__ = ["NOTHING", "Engine", "Sweep", "Taken", "backend", "engine", "joined", "row"]
 
 
 class Sweep(NamedTuple):
@@ -61,6 +62,26 @@ def joined(a: Sweep, b: Sweep) -> Sweep:
     )
 
 
+# What a pass over a whole tensor has left in memory: where its row is, and the occupied buckets. A bare tuple, because
+# it is made in a hook; `row` reads it.
+Taken: TypeAlias = tuple[Array, int, Array | None, Array | None]
+
+_SWEEP = struct.Struct("=3dq2Q4q2Q")  # the fields of Sweep
+_FIRST = {
+    "float32": struct.Struct(f"={FIRST}f"), "float64": struct.Struct(f"={FIRST}d"),
+    "bfloat16": struct.Struct(f"={FIRST}H"), "float16": struct.Struct(f"={FIRST}e"),
+}  # fmt: skip
+
+
+def row(dtype: str, memory: Array, start: int, *, count: int) -> tuple[Sweep, tuple[float, ...]]:
+    """Read a row: the sweep, and the tensor's first values."""
+    swept = Sweep._make(_SWEEP.unpack_from(memory.data, start))
+    first = _FIRST[dtype].unpack_from(memory.data, start + _SWEEP.size)[:count]
+    if dtype == "bfloat16":  # the upper half of a float32
+        first = struct.unpack(f"={len(first)}f", struct.pack(f"={len(first)}I", *(code << 16 for code in first)))
+    return swept, first
+
+
 class Engine(Protocol):
     """The verbs of `kernels` and `fallback`; items are contiguous and held as `bits.ITEMS` says."""
 
@@ -71,6 +92,7 @@ class Engine(Protocol):
     def tally(self, items: Array) -> Array: ...  # noqa: D102
     def tables(self, *, wide: bool) -> Array: ...  # noqa: D102
     def drain(self, tables: Array, swept: Sweep, *, finite: int, wide: bool) -> tuple[Array, Array]: ...  # noqa: D102
+    def whole(self, dtype: str, address: int, size: int, *, full: bool) -> Taken | None: ...  # noqa: D102
 
 
 def engine() -> Engine:
@@ -102,13 +124,16 @@ def _chosen() -> tuple[Engine, str]:
     return (fast, "numba") if works else (slow, "numpy (numba gave other numbers)")
 
 
-def _answer(counting: Engine) -> tuple[Sweep, list[int], list[int]]:
+def _answer(counting: Engine) -> tuple[Sweep, list[int], list[int], Sweep]:
     """Sweep a few numbers whose sums have no rounding: every engine must agree on them to the bit."""
     items = np.array([1.0, -2.5, 0.0, 0.5, np.inf, 3.0, 1.0, 1.0, np.nan, 64.0], np.float32)
     tables = counting.tables(wide=False)
     swept = counting.full(items, 1020, tables)
     keys, counts = counting.drain(tables, swept, finite=8, wide=False)
-    return swept, keys.tolist(), counts.tolist()
+    taken = counting.whole("float32", items.ctypes.data, items.size, full=True)
+    if taken is None:
+        return swept, keys.tolist(), counts.tolist(), counting.full(items, 0, counting.tables(wide=False))
+    return swept, keys.tolist(), counts.tolist(), row("float32", taken[0], taken[1], count=items.size)[0]
 
 
 def _sentence(error: Exception) -> str:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from layerscope.stats.bits import Array
-from layerscope.stats.engine import NOTHING, Sweep, joined
+from layerscope.stats.engine import NOTHING, Sweep, Taken, joined
 from layerscope.stats.prints import mixed
 from layerscope.stats.prints import prints as prints_of
 from layerscope.stats.sketch import LOWEST, STEPS
 
-__all__ = ["careful", "drain", "full", "moments", "prints", "tables", "tally"]
+__all__ = ["careful", "drain", "full", "moments", "prints", "tables", "tally", "whole"]
 
 _BLOCK = 1 << 16  # items at a time: their copies as float64 stay in the second-level cache
 _COUNTED = 1 << 18  # items of 16 bits at a time: each time costs as much as adding up 65 536 counters
@@ -120,6 +120,11 @@ def drain(tables: Array, swept: Sweep, *, finite: int, wide: bool) -> tuple[Arra
         keys, counts = np.r_[keys, 0], np.r_[counts, near_zero]
     order = np.argsort(keys)
     return keys[order].astype(np.int32), counts[order]
+
+
+def whole(dtype: str, address: int, size: int, *, full: bool) -> Taken | None:
+    """Decline: there is no single call for a whole tensor without compiled code."""
+    return None
 
 
 def _blocks(items: Array, size: int = _BLOCK) -> Iterator[Array]:

@@ -2,6 +2,7 @@
 
     moments(items)               # counts, sums and extremes
     full(items, 0, tables)       # and the buckets of the sketch, and both fingerprints
+    whole("float32", address, size, full=True)      # the same of a tensor that lies in one piece, in a single call
 
 One pass, one thread, no GIL. LLVM's vectoriser leaves a loop that also counts buckets scalar, so the loop body
 is spelled out in vectors of eight lanes: the arithmetic then runs beside the counting instead of after it (9.0
@@ -21,12 +22,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from layerscope.stats.bits import Array
-from layerscope.stats.engine import Sweep
+from layerscope.stats.bits import FIRST, ITEMS, Array
+from layerscope.stats.engine import Sweep, Taken
 from layerscope.stats.prints import BLOCK, MIX_ADD, MIX_FIRST, MIX_SECOND, WEIGHTS
 from layerscope.stats.sketch import LOWEST, STEPS
 
-__all__ = ["careful", "drain", "full", "moments", "prints", "tables", "tally"]
+__all__ = ["careful", "drain", "full", "moments", "prints", "tables", "tally", "whole"]
 
 # Imported as Any: what numba compiles is not Python to a type checker.
 numba: Any = import_module("numba")
@@ -39,7 +40,7 @@ Value: TypeAlias = Any
 Kind: TypeAlias = Any
 
 
-_CONSTANTS = zlib.crc32(repr((BLOCK, MIX_FIRST, MIX_ADD, MIX_SECOND, LOWEST, STEPS)).encode())
+_CONSTANTS = zlib.crc32(repr((BLOCK, MIX_FIRST, MIX_ADD, MIX_SECOND, LOWEST, STEPS, FIRST)).encode())
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
@@ -512,6 +513,73 @@ def _drain(tables: Any, wide: Any, signed: Any, largest: Any, finite: Any, spoil
     return size
 
 
+# A whole tensor in one call ---------------------------------------------------------------------
+#
+# Between two matrix products Python itself has left the caches, and every line of it that a hook touches costs a
+# miss. So the usual tensor is not made an array first: the compiled code takes addresses, and leaves its numbers in a
+# row of memory, to be read when there is time: the twelve of `_RESULT`, and then the tensor's first items.
+
+_WIDE, _NARROW = 2 * _stride(True), 2 * _stride(False)  # counters
+_SUMS = 96  # bytes of a row before the first items
+_ROW, _ROWS = _SUMS + 8 * FIRST, 64  # bytes of a row, and rows on a sheet
+_SURE = 1.1e-3  # `measure` looks again below 1e-3; no rounding makes up for the difference
+
+
+def _pointer_of(typing: Any, kind: Any, address: Any) -> Any:
+    """Take a number for the address of items; `kind` is any number of their type."""
+    pointer = types.CPointer(kind)
+
+    def code(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
+        return builder.inttoptr(args[1], context.get_value_type(pointer))
+
+    return pointer(kind, address), code
+
+
+_pointer: Any = intrinsic(_pointer_of)
+
+
+@_compiled
+def _left(swept: Any, items: Any, row: Any) -> Any:
+    """Write the row; return whether the sums are accurate enough for mean and std."""
+    sums = numba.carray(_pointer(0.0, row), 3)
+    sums[0], sums[1], sums[2] = swept[0], swept[1], swept[2]
+    words = numba.carray(_pointer(_ONE, row + np.uint64(24)), 9)
+    words[0], words[1], words[2] = np.uint64(swept[3]), swept[4], swept[5]
+    words[3], words[4], words[5] = np.uint64(swept[6]), np.uint64(swept[7]), np.uint64(swept[8])
+    words[6], words[7], words[8] = np.uint64(swept[9]), swept[10], swept[11]
+    first = numba.carray(_pointer(items[0], row + np.uint64(_SUMS)), FIRST)
+    for i in range(min(FIRST, items.size)):
+        first[i] = items[i]
+    finite = items.size - swept[7] - swept[8] - swept[9]
+    mean = swept[0] / finite
+    if items.itemsize == 8 and not 2.0**-700 < swept[1] < np.inf:
+        return finite == 0 or swept[4] == swept[5]
+    return swept[4] == swept[5] or not swept[1] / finite - mean * mean < _SURE * mean * mean
+
+
+@_compiled
+def _moments_of(kind: Any, address: Any, size: Any, row: Any) -> Any:
+    items = numba.carray(_pointer(kind, address), size)
+    return 0 if _left(_moments(items), items, row) else -1
+
+
+@_compiled
+def _full_of(
+    kind: Any, address: Any, size: Any, row: Any, at_weights: Any, at_tables: Any, at_keys: Any, at_counts: Any
+) -> Any:
+    items = numba.carray(_pointer(kind, address), size)
+    weights = numba.carray(_pointer(_ONE, at_weights), BLOCK)
+    wide = items.itemsize == 8
+    room = _WIDE if wide else _NARROW
+    tables = numba.carray(_pointer(np.uint32(0), at_tables), room)
+    keys = numba.carray(_pointer(np.int32(0), at_keys), room)
+    counts = numba.carray(_pointer(np.int64(0), at_counts), room)
+    swept = _full(items, 0, weights, tables)
+    lost = swept[7] + swept[8] + swept[9]
+    buckets = _drain(tables, wide, swept[3], swept[4], items.size - lost, lost > 0, keys, counts)
+    return buckets if _left(swept, items, row) else -1
+
+
 # The verbs --------------------------------------------------------------------------------------
 
 
@@ -524,6 +592,50 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+
+class _Desk:
+    """Where compiled code leaves what it finds, for one caller at a time; with the addresses it takes."""
+
+    def __init__(self, dtype: str, *, full: bool) -> None:
+        # The compiled function itself, without the dispatcher that would look at its arguments' types first.
+        function, numbers = (_full_of, 7) if full else (_moments_of, 3)
+        self.sweep = function.compile((numba.from_dtype(ITEMS[dtype]),) + (types.uint64,) * numbers)
+        self.turn()
+        room = (_WIDE if dtype == "float64" else _NARROW) if full else 0
+        self.tables = np.zeros(room, np.uint32)
+        self.keys, self.counts = np.empty(room, np.int32), np.empty(room, np.int64)
+        self.addresses = tuple(array.ctypes.data for array in (WEIGHTS, self.tables, self.keys, self.counts))
+
+    def turn(self) -> None:
+        """Take a new sheet of rows; the old one belongs to those who have yet to read it."""
+        self.rows = np.zeros(_ROWS * _ROW, np.uint8)
+        self.at_rows, self.start = self.rows.ctypes.data, 0
+
+
+_desks: dict[tuple[str, bool], list[_Desk]] = {}  # idle ones; a list's pop and append need no lock
+
+
+def whole(dtype: str, address: int, size: int, *, full: bool) -> Taken | None:
+    """Sweep all of a tensor that lies in one piece; None when the sums alone are not accurate enough."""
+    idle = _desks.get((dtype, full)) or _desks.setdefault((dtype, full), [])
+    try:
+        desk = idle.pop()
+    except IndexError:
+        desk = _Desk(dtype, full=full)
+    rows, start = desk.rows, desk.start
+    keys = counts = None
+    if full:
+        buckets = desk.sweep(0, address, size, desk.at_rows + start, *desk.addresses)
+        if buckets >= 0:
+            keys, counts = desk.keys[:buckets].copy(), desk.counts[:buckets].copy()
+    else:
+        buckets = desk.sweep(0, address, size, desk.at_rows + start)
+    desk.start = start + _ROW
+    if desk.start == _ROWS * _ROW:
+        desk.turn()
+    idle.append(desk)
+    return (rows, start, keys, counts) if buckets >= 0 else None
 
 
 def moments(items: Array) -> Sweep:

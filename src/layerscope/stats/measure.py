@@ -2,6 +2,7 @@
 
     summarize(tensor)                      # everything
     summarize(tensor, level="moments")     # without the sketch and the fingerprints
+    summarize(tensor, later=True)()        # the numbers are taken now, the summary is made of them when it is called
     fingerprint(weight)                    # 32 hexadecimal digits
 
 One thread, bounded memory, nothing of torch's state touched: it is called in the middle of somebody's forward.
@@ -10,35 +11,78 @@ One thread, bounded memory, nothing of torch's state touched: it is called in th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from layerscope.stats.bits import Array, Bits, byte_values, item_of, read
-from layerscope.stats.engine import NOTHING, Engine, Sweep, engine, joined
+from layerscope.stats.bits import FIRST, Array, Bits, byte_values, is_wide, item_of, lying, read
+from layerscope.stats.engine import NOTHING, Engine, Sweep, engine, joined, row
 from layerscope.stats.sketch import Sketch
 from layerscope.stats.summary import Summary
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["fingerprint", "prepare", "summarize"]
+__all__ = ["Later", "fingerprint", "prepare", "summarize"]
 
-_FIRST = 10
 _DRAIN = 1 << 30  # items after which the buckets are emptied: their counters are 32 bits wide
 
 
-def summarize(tensor: torch.Tensor | Array, *, level: Literal["moments", "full"] = "full") -> Summary:
+Level = Literal["moments", "full"]
+
+
+@overload
+def summarize(tensor: torch.Tensor | Array, *, level: Level = ..., later: Literal[False] = ...) -> Summary: ...
+@overload
+def summarize(tensor: torch.Tensor | Array, *, level: Level = ..., later: Literal[True]) -> Callable[[], Summary]: ...
+def summarize(
+    tensor: torch.Tensor | Array, *, level: Level = "full", later: bool = False
+) -> Summary | Callable[[], Summary]:
     """Summarise a CPU tensor or a numpy array of any dtype, shape and strides.
 
     "moments" leaves out the sketch and the fingerprints. What has no plain values (a sparse, nested, quantised or
-    meta tensor) raises Unsupported, with the way out.
+    meta tensor) raises Unsupported, with the way out. With `later`, nothing more is asked of the tensor either, but
+    the summary is made when the result is called: a hook must be brief.
     """
-    if level not in ("moments", "full"):
+    if level != "moments" and level != "full":
         raise ValueError(f'level is "moments" or "full", not {level!r}.')
-    return _summary(read(tensor), full=level == "full")
+    full = level == "full"
+    if not later:
+        return _summary(read(tensor), full=full)
+    lies = lying(tensor)
+    if lies is not None:
+        taken = engine().whole(*lies, full=full)
+        if taken is not None:
+            return Later((lies[0], tensor.shape, *taken))
+    return Later(_summary(read(tensor), full=full))
+
+
+class Later:
+    """A summary that is made when it is first called for; in any thread, in two at once if need be."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __call__(self) -> Summary:
+        """Make the summary, or return the one that was made before."""
+        state = self._state
+        if not isinstance(state, Summary):
+            state = self._state = _made(*state)
+        return state
+
+
+def _made(
+    dtype: str, shape: Sequence[int], rows: Array, start: int, keys: Array | None, counts: Array | None
+) -> Summary:
+    count = math.prod(shape)
+    swept, first = row(dtype, rows, start, count=count)
+    sketch = None if keys is None or counts is None else Sketch(keys, counts)
+    return _concluded(swept, dtype, tuple(shape), count=count, first=first, sketch=sketch)
 
 
 def fingerprint(tensor: torch.Tensor | Array) -> str:
@@ -59,8 +103,10 @@ def prepare(*dtypes: str) -> None:
     """Compile the kernels for these dtypes now, or load them from numba's cache, lest the first tensor wait for it."""
     for dtype in dtypes:
         one = Bits(dtype, (1,), np.zeros(1, item_of(dtype)), None)
-        _summary(one, full=True)
-        _summary(one, full=False)
+        for full in (True, False):
+            _summary(one, full=full)
+            if one.kernel_ready:
+                engine().whole(dtype, one.items.ctypes.data, 1, full=full)
         if not one.byte_wide:
             engine().careful(one.floats(one.items), 0.0)
         engine().prints(one.words(one.items), 0)
@@ -68,8 +114,8 @@ def prepare(*dtypes: str) -> None:
 
 def _summary(bits: Bits, *, full: bool) -> Summary:
     whole = bits.whole()
-    head = bits.head(_FIRST) if whole is None else whole[:_FIRST]
-    first = tuple(bits.values(head)[:_FIRST].tolist())
+    head = bits.head(FIRST) if whole is None else whole[:FIRST]
+    first = tuple(bits.values(head)[:FIRST].tolist())
     if bits.byte_wide:
         return _summary_of_bytes(bits, first, full=full)
     counting = engine()
@@ -78,17 +124,32 @@ def _summary(bits: Bits, *, full: bool) -> Summary:
         swept, sketch = _swept_with_sketch(bits, counting)
     else:
         swept = counting.moments(whole) if whole is not None else _swept(bits, counting)
-    finite = bits.count - swept.nan - swept.posinf - swept.neginf
-    lowest, highest = _extremes(swept, wide=bits.wide) if finite else (math.nan, math.nan)
+    return _concluded(swept, bits.dtype, bits.shape, count=bits.count, first=first, sketch=sketch, bits=bits)
+
+
+def _concluded(
+    swept: Sweep,
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    count: int,
+    first: tuple[float, ...],
+    sketch: Sketch | None,
+    bits: Bits | None = None,
+) -> Summary:
+    """Make the summary of a sweep; without `bits` it is known that the sums are accurate enough."""
+    finite = count - swept.nan - swept.posinf - swept.neginf
+    lowest, highest = _extremes(swept, wide=is_wide(dtype)) if finite else (math.nan, math.nan)
     mean, std, magnitude = math.nan, math.nan, 0.0
     if finite and lowest == highest:
         mean, std, magnitude = highest, 0.0, swept.magnitude
     elif finite:
-        mean, std, magnitude = _moments(bits, counting, swept, finite=finite, largest=max(-lowest, highest))
+        mean, std, magnitude = _moments(bits, swept, finite=finite, largest=max(-lowest, highest))
+    full = sketch is not None
     return Summary(
-        bits.count, swept.nan, swept.posinf, swept.neginf, swept.zeros,
+        count, swept.nan, swept.posinf, swept.neginf, swept.zeros,
         mean, std, lowest, highest, magnitude,
-        first, bits.dtype, bits.shape, 1,
+        first, dtype, shape, 1,
         sketch, swept.free if full else None, swept.placed if full else None,
     )  # fmt: skip
 
@@ -127,20 +188,22 @@ def _extremes(swept: Sweep, *, wide: bool) -> tuple[float, float]:
     sign = 1 << (63 if wide else 31)
     lowest = swept.largest if swept.largest >= sign else swept.smallest
     highest = swept.signed if swept.signed >= 0 else swept.smallest
-    pair = np.array([lowest, highest], np.uint64 if wide else np.uint32)
-    low, high = pair.view(np.float64 if wide else np.float32).tolist()
+    words, floats = ("=2Q", "=2d") if wide else ("=2I", "=2f")
+    low, high = struct.unpack(floats, struct.pack(words, lowest, highest))
     return low, high
 
 
-def _moments(bits: Bits, counting: Engine, swept: Sweep, *, finite: int, largest: float) -> tuple[float, float, float]:
+def _moments(bits: Bits | None, swept: Sweep, *, finite: int, largest: float) -> tuple[float, float, float]:
     """Mean, std and sum of magnitudes; looks at the tensor again where one pass is not accurate enough."""
 
     def again(centre: float, prepared: Callable[[Array], Array] = lambda values: values) -> Sweep:
+        assert bits is not None
+        counting = engine()
         pieces = bits.pieces(ordered=False)
         sweeps = (counting.careful(prepared(bits.floats(items)), centre) for items in pieces)
         return reduce(joined, sweeps, NOTHING)
 
-    if bits.wide and not 2.0**-700 < swept.squares < math.inf:  # squares left the range of float64
+    if bits is not None and bits.wide and not 2.0**-700 < swept.squares < math.inf:  # squares left the range of float64
         exponent = math.frexp(largest)[1]
         with np.errstate(all="ignore"):
             swept = again(0.0, lambda values: np.ldexp(values, -exponent))

@@ -111,17 +111,27 @@ class Sketch:
             return right
         return left if left == right else (1.0 - share) * left + share * right
 
-    def histogram(self) -> Histogram:
-        """Add the buckets up between powers of two."""
+    def histogram(self, *, parts: int = 1, octaves: int | None = None) -> Histogram:
+        """Add the buckets up between powers of two, each octave cut into `parts` of equal width.
+
+        What is smaller than the largest magnitude by more than `octaves` counts around zero: for pictures, whose scale
+        is linear.
+        """
+        if parts < 1 or STEPS % parts:
+            raise ValueError(f"parts={parts!r} does not divide the {STEPS} buckets of an octave.")
         if not self.keys.size:
             return Histogram((), ())
-        octaves = np.sign(self.keys) * ((np.abs(self.keys) - 1) // STEPS + 1)  # 1 is [2**-126, 2**-125)
-        floor = int(np.abs(octaves[octaves != 0]).min()) - 1 if octaves.any() else 0
-        place = np.where(octaves > 0, octaves - floor, np.where(octaves < 0, octaves + floor, 0))
+        bins = np.sign(self.keys) * ((np.abs(self.keys) - 1) // (STEPS // parts) + 1)  # 1 begins at 2**-126
+        floor = int(np.abs(bins[bins != 0]).min()) - 1 if bins.any() else 0
+        if octaves is not None:
+            floor = max(floor, int(np.abs(bins).max()) - octaves * parts)
+            bins = np.where(np.abs(bins) > floor, bins, 0)
+        place = np.where(bins > 0, bins - floor, np.where(bins < 0, bins + floor, 0))
         first, last = int(place.min()), int(place.max())
         counts = np.zeros(last - first + 1, np.int64)
         np.add.at(counts, place - first, self.counts)
-        lower = [_power(bin - 1 + floor) if bin > 0 else -_power(-bin + floor) for bin in range(first, last + 2)]
+        at = range(first, last + 2)
+        lower = [_edge(bin - 1 + floor, parts) if bin > 0 else -_edge(-bin + floor, parts) for bin in at]
         return Histogram(tuple(lower), tuple(counts.tolist()))
 
     # Text form: base64 of a deflated record, little-endian: how many buckets, how many bytes a step and a count
@@ -176,8 +186,9 @@ def _middles(keys: Array) -> Array:
     return np.where(magnitude > 0, np.copysign(middle, keys), 0.0)
 
 
-def _power(octave: int) -> float:
-    return math.ldexp(1.0, octave + LOWEST) if octave + LOWEST < 1024 else math.inf
+def _edge(bin: int, parts: int) -> float:
+    octave, part = divmod(bin, parts)
+    return math.ldexp(1.0 + part / parts, octave + LOWEST) if octave + LOWEST < 1024 else math.inf
 
 
 def _narrowed(numbers: Array) -> Array:

@@ -93,9 +93,9 @@ class Summary:
         """The 1st, 5th, 50th, 95th and 99th percentile; empty without a sketch."""
         return {} if self.sketch is None else {q: self.percentile(q) for q in PERCENTILES}
 
-    def histogram(self) -> Histogram:
-        """Count the finite values between signed powers of two."""
-        return self._sketch().histogram()
+    def histogram(self, *, parts: int = 1, octaves: int | None = None) -> Histogram:
+        """Count the finite values between signed powers of two; `parts` and `octaves` are those of the sketch."""
+        return self._sketch().histogram(parts=parts, octaves=octaves)
 
     def _sketch(self) -> Sketch:
         if self.sketch is None:

@@ -9,7 +9,7 @@ Adding costs an append to a list, because it happens inside a model's forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -32,7 +32,7 @@ class _Kept(NamedTuple):
     point: Point
     moment: Moment
     tensor: torch.Tensor | None
-    summary: Summary | None
+    summary: Summary | Callable[[], Summary] | None
     note: Mapping[str, JSON]
 
 
@@ -64,10 +64,13 @@ class MemoryRun(Reader):
         moment: Moment,
         *,
         tensor: torch.Tensor | None = None,
-        summary: Summary | None = None,
+        summary: Summary | Callable[[], Summary] | None = None,
         note: Mapping[str, JSON] | None = None,
     ) -> None:
-        """Keep one record; the tensor is kept as it is, so the caller hands over one that nobody else changes."""
+        """Keep one record; the tensor is kept as it is, so the caller hands over one that nobody else changes.
+
+        A callable `summary` is called when it is asked for, each time.
+        """
         self._kept.append(_Kept(point, moment, tensor, summary, note or {}))
 
     def close(
@@ -128,4 +131,4 @@ class MemoryRun(Reader):
 
     def _rest(self, row: Row) -> tuple[Summary | None, dict[str, Any]]:
         kept = self._kept[row.facts.record]
-        return kept.summary, dict(kept.note)
+        return kept.summary() if callable(kept.summary) else kept.summary, dict(kept.note)

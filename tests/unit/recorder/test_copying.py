@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asserts import assert_same_bits
 from layerscope.errors import Unsupported
+from layerscope.recorder import copying
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 
 DTYPES = [
@@ -114,3 +117,41 @@ def test_the_users_modes_do_not_see_our_operations():
         kept = Arena().copy(plain(tensor)[0])()
     assert Counter.seen == 0
     assert kept.device.type == "cpu"
+
+
+def test_a_chunk_is_used_again_once_nothing_looks_into_it():
+    copying._idle.clear()
+    arena, tensor = Arena(), torch.randn(200_000)
+    kept = arena.copy(tensor)()
+    address, view = kept.data_ptr(), kept[100:].numpy()
+    del arena, kept
+    assert not copying._idle  # a view is left
+    assert Arena().copy(tensor)().data_ptr() != address
+    copying._idle.clear()
+    del view
+    assert len(copying._idle) == 1
+    again = Arena().copy(tensor * 2)()
+    assert again.data_ptr() == address
+    assert_same_bits(again, tensor * 2)
+    assert not copying._idle
+
+
+def test_idle_chunks_are_few():
+    arenas = [Arena() for _ in range(5)]
+    tensors = [arena.copy(torch.ones(100_000))() for arena in arenas]
+    arenas.clear()
+    tensors.clear()
+    assert len(copying._idle) == 2
+    assert sum(map(len, copying._idle)) <= 64 << 20
+
+
+def test_threads_that_let_go_and_begin_never_share_a_chunk():
+    def work(seed):
+        tensor, clean = torch.full((100_000,), float(seed)), True
+        for _ in range(20):
+            copies = [Arena().copy(tensor)() for _ in range(2)]
+            clean &= all(torch.equal(copy, tensor) for copy in copies)
+        return clean
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))

@@ -108,3 +108,25 @@ def test_a_tap_prints_what_it_says():
     assert str(Tap(("a", "!b"), keep=torch.mean, when="every(10)", alias="means")) == (
         "a, !b (as means, keep mean, when every(10))"
     )
+
+
+def test_a_request_is_found_again_by_the_very_point_and_by_an_equal_one():
+    whole = planned(["a", Tap("op:aten.softmax:input")])
+    due, point = (True, True), Point("a", leaf=(0,))
+    request = whole.request(due, point)
+    assert request.wish == whole.wish(due, point)
+    assert whole.requests(due)[id(point)] is request
+    assert whole.request(due, Point("a", leaf=(0,))) is request
+    assert len(whole.requests(due)) == 1  # points made for one call are not collected
+    assert whole.request(due, Point("b")).wish is None
+    assert whole.request((False, True), point).wish is None
+
+
+def test_an_operation_that_turns_up_is_asked_for_in_the_step_under_way():
+    whole = planned([Tap("op:aten.softmax:input")])
+    under_way, point = whole.requests((True,)), Point("aten.softmax", "input", (0,), op=True)
+    assert whole.request((True,), point).wish is None
+    assert whole.op_named("aten._softmax.default") == "aten.softmax"
+    assert id(point) not in under_way
+    assert whole.request((True,), point).wish
+    assert under_way[id(point)].wish

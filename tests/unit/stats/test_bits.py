@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from layerscope.errors import LayerscopeError, Unsupported
 from layerscope.stats import summarize
-from layerscope.stats.bits import ITEMS, byte_values, read
+from layerscope.stats.bits import ITEMS, byte_values, lying, read
 
 
 @pytest.mark.parametrize("name", [name for name, item in ITEMS.items() if item.itemsize == 1 and "x2" not in name])
@@ -108,3 +108,26 @@ def test_a_subclass_with_memory_of_its_own_is_read():
 
     assert summarize(torch.ones(3).as_subclass(Mine)).count == 3
     assert summarize(torch.nn.Parameter(torch.ones(3))).mean == 1.0
+
+
+def test_only_what_kernels_can_read_as_it_lies_is_said_to_lie_plainly():
+    whole = torch.randn(6, 8)
+    for tensor in (whole, whole[2:], whole.bfloat16(), whole.half(), whole.double(), whole.requires_grad_() * 2):
+        dtype, address, size = lying(tensor)
+        assert (dtype, address, size) == (str(tensor.dtype)[6:], tensor.data_ptr(), tensor.numel())
+    shrunk = torch.ones(100)
+    shrunk.untyped_storage().resize_(100)
+    given_back = torch.ones(100)
+    given_back.untyped_storage().resize_(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # prototypes, and what torch will drop
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        quantised = torch.quantize_per_tensor(whole, 0.1, 0, torch.qint8)
+    odd = [
+        whole.T, whole[:, ::2], whole[:0], torch._neg_view(whole), whole.to_sparse(), whole.to("meta"), shrunk,
+        given_back, torch.arange(3), torch.ones(3).bool(), whole.to(torch.complex64), torch.nn.Parameter(whole),
+        nested, quantised, whole.detach().numpy(), [1.0], None,
+    ]  # fmt: skip
+    for tensor in odd:
+        assert lying(tensor) is None
+    assert torch.vmap(lambda x: x * (1 if lying(x) is None else 2))(torch.ones(3, 2)).sum() == 6

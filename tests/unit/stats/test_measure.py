@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -321,3 +322,69 @@ def test_more_than_two_to_the_31_items_of_an_expanded_scalar():
     summary = summarize(torch.tensor(1.5).expand(2**16, 2**15 + 1))
     assert (summary.count, summary.mean, summary.std) == (2**16 * (2**15 + 1), 1.5, 0.0)
     assert summary.sketch == Sketch.of(np.array([1.5]), np.array([summary.count]))
+
+
+# Later ------------------------------------------------------------------------------------------
+
+
+def written(summary):
+    """Every number of a summary, to the bit."""
+    text = summary.to_json()
+    return {**text, "bits": [float(x).hex() for x in (summary.mean, summary.std, summary.min, summary.max, summary.l1)]}
+
+
+@pytest.mark.parametrize("level", ["moments", "full"])
+@pytest.mark.parametrize("shape", [(), (3, 0, 2), (1,), (7,), (10,), (1023,), (33, 65), (5, 8192)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_summary_made_later_has_the_same_numbers_to_the_bit(dtype, shape, level):
+    for tensor in (
+        torch.randn(shape).to(dtype),
+        random_bits(dtype, shape, seed=5),
+        torch.full(shape, 0.1, dtype=dtype),
+    ):
+        later = summarize(tensor, level=level, later=True)
+        assert written(later()) == written(summarize(tensor, level=level))
+        assert later() is later()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(200) + 1e4,  # most digits of the variance are lost in one pass
+        lambda: torch.randn(200, dtype=torch.float64) * 1e200,  # squares leave the range
+        lambda: torch.randn(200, dtype=torch.float64) * 1e-200,
+        lambda: torch.randn(40, 50).T,
+        lambda: torch.randn(40)[3:],
+        lambda: torch._neg_view(torch.randn(20)),
+        lambda: torch.randn(9, dtype=torch.complex64).conj(),
+        lambda: torch.arange(9),
+        lambda: torch.nn.Parameter(torch.randn(30)),
+        lambda: torch.randn(30, requires_grad=True) * 2,
+        lambda: torch.from_numpy(np.frombuffer(b"x" + np.arange(9, dtype=np.float32).tobytes(), np.uint8)[1:].copy()),
+        lambda: np.linspace(0, 1, 50),
+    ],
+)
+def test_what_needs_a_second_look_gets_it_at_once(make):
+    tensor = make()
+    later = summarize(tensor, later=True)
+    expected = written(summarize(tensor))
+    with torch.no_grad():
+        tensor[...] = 7  # by now it is the model's again
+    assert written(later()) == expected
+
+
+def test_what_is_made_later_does_not_follow_the_tensor():
+    tensors = [torch.randn(50) * i for i in range(1, 200)]  # more than one sheet of rows
+    expected = [written(summarize(tensor)) for tensor in tensors]
+    laters = [summarize(tensor, later=True) for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    assert [written(later()) for later in laters] == expected
+
+
+def test_threads_take_numbers_at_once():
+    tensors = [torch.randn(20_000 + i) * 10**i for i in range(4)] * 20
+    expected = [written(summarize(tensor)) for tensor in tensors]
+    with ThreadPoolExecutor(4) as pool:
+        laters = list(pool.map(lambda tensor: summarize(tensor, later=True), tensors))
+        assert list(pool.map(lambda later: written(later()), laters)) == expected

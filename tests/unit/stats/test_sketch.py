@@ -138,3 +138,26 @@ def test_the_histogram_agrees_with_numpys(kind):
 def test_positive_values_need_no_negative_bins():
     assert Sketch.of(np.array([1.0, 3.0])).histogram() == ((1.0, 2.0, 4.0), (1, 1))
     assert Sketch.of(np.zeros(5)).histogram() == ((-(2.0**-126), 2.0**-126), (5,))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8, 64])
+def test_a_histogram_of_finer_parts_agrees_with_numpys(parts):
+    values = np.random.default_rng(0).normal(size=2000)
+    edges, counts = Sketch.of(values).histogram(parts=parts, octaves=4)
+    top = 2.0 ** math.floor(math.log2(np.abs(values).max())) * 2
+    assert max(map(abs, edges)) <= top
+    assert np.diff(edges)[np.array(edges[:-1]) > 0].max() <= top / 2 / parts
+    assert list(counts) == np.histogram(values, edges)[0].tolist()  # no value of this kind is an edge itself
+    assert sum(counts) == values.size
+
+
+def test_small_magnitudes_gather_around_zero_only_when_asked():
+    values = np.array([1e-9, -1e-9, 3.0])
+    assert Sketch.of(values).histogram(octaves=2) == ((-1.0, 1.0, 2.0, 4.0), (2, 0, 1))
+    assert len(Sketch.of(values).histogram().counts) > 30
+    assert Sketch.of(np.zeros(5)).histogram(octaves=2) == Sketch.of(np.zeros(5)).histogram()
+
+
+def test_parts_that_do_not_divide_an_octave_are_refused():
+    with pytest.raises(ValueError, match="parts=3 does not divide the 64 buckets of an octave"):
+        Sketch.of(np.ones(1)).histogram(parts=3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from layerscope.points import Moment, Point
+from layerscope.stats import summarize
 from layerscope.store import Completeness, Manifest, MemoryRun, Missing
 
 
@@ -90,3 +91,11 @@ def test_a_run_with_forwards_that_raised_is_not_complete():
         run = MemoryRun(Manifest())
         assert run.close(forwards=3, failed=failed).failed == failed
         assert run.complete is (failed == 0)
+
+
+def test_a_summary_that_is_made_later_is_made_when_it_is_asked_for():
+    run, made = MemoryRun(), []
+    run.add(Point("a"), Moment(), summary=lambda: made.append(1) or summarize(torch.ones(3)))
+    assert (len(run), made) == (1, [])
+    assert run.summary("a").mean == 1
+    assert made
