@@ -21,6 +21,8 @@ _HOME = {
     "Comparison": "compare",
     "LayerscopeError": "errors",
     "Moment": "points",
+    "Monitor": "monitor",
+    "MonitoredTrainer": "monitor",
     "Point": "points",
     "Recording": "recorder",
     "Run": "store",
@@ -40,6 +42,7 @@ _HOME = {
     "recover": "store",
     "steps": "schedules",
     "summarize": "stats",
+    "watch": "monitor",
     "when": "schedules",
 }
 
@@ -47,6 +50,8 @@ __all__ = [
     "Comparison",
     "LayerscopeError",
     "Moment",
+    "Monitor",
+    "MonitoredTrainer",
     "Point",
     "Recording",
     "Run",
@@ -66,12 +71,14 @@ __all__ = [
     "recover",
     "steps",
     "summarize",
+    "watch",
     "when",
 ]
 
 if TYPE_CHECKING:
     from layerscope.compare import Comparison, Verdict, assert_runs_match, compare
     from layerscope.errors import LayerscopeError
+    from layerscope.monitor import Monitor, MonitoredTrainer, watch
     from layerscope.points import Moment, Point
     from layerscope.recorder import Recording, Tap, record
     from layerscope.schedules import Schedule, batches, epochs, every, first, steps, when

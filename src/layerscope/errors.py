@@ -6,6 +6,7 @@
     ├── Ambiguous        (LookupError)       a name that several leaves or moments answer to
     ├── NothingRecorded  (RuntimeError)      forwards ran, and no expected tap fired
     ├── Incomplete       (RuntimeError)      on_error="raise": something asked for is missing
+    ├── Stopped          (RuntimeError)      a rule that watches training said stop
     ├── Unsupported      (TypeError)         a dtype, layout or model that is refused, with the reason
     ├── MissingExtra     (ImportError)       an optional library, with its install line
     ├── BadModel         (ValueError)        MODEL or --inputs that cannot be made into one
@@ -36,6 +37,7 @@ __all__ = [
     "NothingRecorded",
     "RunBusy",
     "RunExists",
+    "Stopped",
     "Unsupported",
 ]
 
@@ -62,6 +64,10 @@ class NothingRecorded(LayerscopeError, RuntimeError):
 
 class Incomplete(LayerscopeError, RuntimeError):
     """Something asked for is missing, and the caller chose `on_error="raise"`."""
+
+
+class Stopped(LayerscopeError, RuntimeError):
+    """A rule that watches training said stop; the message is its alarm."""
 
 
 class Unsupported(LayerscopeError, TypeError):

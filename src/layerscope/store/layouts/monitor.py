@@ -39,9 +39,10 @@ def item_name(epoch: int | None, number: int) -> str:
 
 
 def recognise(place: Place) -> ForeignRun | None:
-    """Read a folder of such items; None when none of its first `.pt` files holds one."""
+    """Read a folder of such items; None when none of its likeliest `.pt` files holds one."""
     names = _files(place)
-    if not any(_holds_items(place, name) for name in names[:_LOOKED_AT]):
+    likely = sorted(names, key=lambda name: _NAME.fullmatch(name.rpartition("/")[2]) is None)
+    if not any(_holds_items(place, name) for name in likely[:_LOOKED_AT]):
         return None
     items: list[Item] = []
     notes: list[str] = []

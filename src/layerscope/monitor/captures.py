@@ -1,0 +1,103 @@
+"""One output of one layer, and where its tensors are: in memory, or in the run that the Monitor writes.
+
+    capture.output(fetch)       # the tensors in the structure the layer gave them, each time anew
+
+Containers are plain: every kind of tuple is a tuple, what has named parts is a dict. None stays None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerscope.points import Moment, Point
+
+__all__ = ["Capture", "Fetch", "Held", "held_in", "mapped", "shape_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """One tensor: the record it is in the run, and the copy in memory where there was room for one."""
+
+    point: Point
+    moment: Moment
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    copy: Callable[[], torch.Tensor] | None = None
+
+
+Fetch = Callable[[Held], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Capture:
+    """What a layer gave in one call: its structure, with a `Held` in the place of each tensor."""
+
+    epoch: int
+    batch: int
+    moment: Moment
+    tree: Any
+    samples: tuple[int, ...] | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What it is found under: epoch and batch."""
+        return self.epoch, self.batch
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tensors."""
+        return sum(held.nbytes for held in held_in(self.tree))
+
+    @property
+    def held(self) -> int:
+        """The bytes of those that are in memory."""
+        return sum(held.nbytes for held in held_in(self.tree) if held.copy is not None)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether nothing has to be read from the run."""
+        return all(held.copy is not None for held in held_in(self.tree))
+
+    def output(self, fetch: Fetch) -> Any:
+        """Return the output, with tensors of its own."""
+        return mapped(self.tree, fetch)
+
+
+def mapped(tree: Any, function: Callable[[Held], Any]) -> Any:
+    """Return the tree with a function's result in the place of each tensor."""
+    if isinstance(tree, Held):
+        return function(tree)
+    if isinstance(tree, tuple):
+        return tuple(mapped(child, function) for child in tree)
+    if isinstance(tree, list):
+        return [mapped(child, function) for child in tree]
+    if isinstance(tree, dict):
+        return {key: mapped(child, function) for key, child in tree.items()}
+    return tree
+
+
+def held_in(tree: Any) -> Iterator[Held]:
+    """Go through the tensors of a tree in order."""
+    if isinstance(tree, Held):
+        yield tree
+    elif isinstance(tree, (tuple, list, dict)):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            yield from held_in(child)
+
+
+def shape_of(value: Any) -> Any:
+    """Return the shape of a tensor as a list, of a tuple or list as a list of shapes; None where there is no tensor.
+
+    >>> shape_of((torch.zeros(2, 3), None))
+    [[2, 3], None]
+    """
+    if isinstance(value, (torch.Tensor, Held)):
+        return list(value.shape)
+    if isinstance(value, (tuple, list)):
+        return [shape_of(child) for child in value]
+    return {key: shape_of(child) for key, child in value.items()} if isinstance(value, dict) else None

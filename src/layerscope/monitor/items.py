@@ -1,0 +1,252 @@
+"""What a Monitor hands out and saves: mappings of fresh copies, and numbered items.
+
+    Outputs(captures, fetch)[(epoch, batch)]        # a copy of its own, each time
+    write_item(folder, "single_epoch_1_000", item, format="pt")
+
+An item is a dict with `epoch, batch_idx, layer, alias, output_shape, output`. `torch.load(..., weights_only=True)` and
+`layerscope.open_run` read it. As numpy it is an array (`.npy`, or `.npz` for several) and the rest as JSON beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+
+from layerscope.errors import BadText, Unsupported
+from layerscope.monitor.captures import Capture, Fetch, Held, held_in, mapped
+from layerscope.points import leaf_text
+from layerscope.runtimes.values import leaves
+from layerscope.stats import summarize
+from layerscope.store.layouts.files import Batch, numpy_dtype, opened, write_json, write_pt
+from layerscope.store.layouts.statistics import described
+
+__all__ = [
+    "Format",
+    "Outputs",
+    "joined",
+    "next_number",
+    "own_path",
+    "statistics",
+    "write_custom",
+    "write_item",
+]
+
+Format = Literal["pt", "npy"]
+
+
+@final
+class Outputs(Mapping[tuple[int, int], Any]):
+    """Outputs by (epoch, batch index), in the order they came; each access reads a fresh copy.
+
+    What did not fit into memory is read from the run when it is asked for.
+    """
+
+    def __init__(self, captures: Sequence[Capture], fetch: Fetch) -> None:
+        self._captures = {capture.key: capture for capture in captures}
+        self._fetch = fetch
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self._captures[key].output(self._fetch)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._captures)
+
+    def __len__(self) -> int:
+        return len(self._captures)
+
+    def __repr__(self) -> str:
+        return f"Outputs({', '.join(map(str, self._captures))})"
+
+
+# A whole epoch --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def joined(captures: Sequence[Capture], fetch: Fetch, *, room: int, beside: Path) -> Iterator[Any]:
+    """Join the outputs of an epoch's batches along dimension 0, tensor by tensor; a list of them where that cannot be.
+
+    What is larger than `room` bytes is put together in a file beside the item, and mapped while the block lasts.
+    """
+    trees = [capture.tree for capture in captures]
+    if not trees or not all(_alike(trees[0], tree) for tree in trees[1:]):
+        yield [capture.output(fetch) for capture in captures]
+        return
+    columns = list(zip(*(list(held_in(tree)) for tree in trees), strict=True))
+    place = {id(column[0]): number for number, column in enumerate(columns)}
+    in_memory = sum(capture.nbytes for capture in captures) <= room
+    with contextlib.ExitStack() as stack:
+
+        def join(first: Held) -> torch.Tensor:
+            column = columns[place[id(first)]]
+            if in_memory:
+                return _in_memory(column, fetch)
+            return stack.enter_context(_on_disk(column, fetch, beside.with_name(f"{beside.name}{place[id(first)]}")))
+
+        yield mapped(trees[0], join)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two outputs have the same structure, with tensors that can be joined along dimension 0."""
+    if isinstance(one, Held) and isinstance(other, Held):
+        dimensions = len(one.shape) == len(other.shape)
+        return dimensions and one.dtype == other.dtype and one.shape[1:] == other.shape[1:]
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def _shape(column: Sequence[Held]) -> tuple[int, ...]:
+    # A number per batch (a loss) makes a row of numbers.
+    return sum(held.shape[0] if held.shape else 1 for held in column), *column[0].shape[1:]
+
+
+def _in_memory(column: Sequence[Held], fetch: Fetch) -> torch.Tensor:
+    whole, at = torch.empty(_shape(column), dtype=column[0].dtype, device="cpu"), 0
+    for held in column:
+        rows = held.shape[0] if held.shape else 1
+        whole[at : at + rows] = fetch(held)
+        at += rows
+    return whole
+
+
+@contextlib.contextmanager
+def _on_disk(column: Sequence[Held], fetch: Fetch, path: Path) -> Iterator[torch.Tensor]:
+    """Write the values one batch after the other and map the file; written, never through the mapping."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with opened(path) as out:
+            for held in column:
+                out.write(fetch(held).reshape(-1).view(torch.uint8).numpy().data)
+        shape, whole = _shape(column), torch.empty(0, dtype=column[0].dtype, device="cpu")
+        if count := math.prod(shape):
+            storage: Any = torch.UntypedStorage.from_file(str(path), False, count * whole.itemsize)
+            whole = whole.set_(storage, 0, (count,), (1,))
+        yield whole.view(shape)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def statistics(output: Any) -> Any:
+    """Return the statistics of each tensor in the structure of the output, as plain numbers."""
+    if isinstance(output, torch.Tensor):
+        return described(summarize(output, level="moments"))
+    if isinstance(output, (tuple, list)):
+        return [statistics(child) for child in output]
+    return {key: statistics(child) for key, child in output.items()} if isinstance(output, dict) else None
+
+
+# Files ----------------------------------------------------------------------------------------------
+
+
+def next_number(folder: Path, stem: str) -> int:
+    """Return the number behind those of the files that are already there: an earlier run's are never replaced."""
+    pattern = re.compile(rf"{re.escape(stem)}_(\d{{3,}})\.(?:pt|npy|npz|json)")
+    try:
+        found = [int(match[1]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))]
+    except OSError:
+        return 0
+    return max(found, default=-1) + 1
+
+
+def write_item(folder: Path, stem: str, item: Mapping[str, Any], *, format: Format) -> Path:
+    """Write one item, whole or not at all; return its file."""
+    with Batch(folder) as batch:
+        if format == "pt":
+            write_pt(batch.new(f"{stem}.pt"), dict(item))
+            return folder / f"{stem}.pt"
+        name, dtypes = _write_arrays(batch, stem, item["output"])
+        said = {key: value for key, value in item.items() if key != "output"}
+        write_json(batch.new(f"{stem}.json"), _keyed({**said, "dtype": dtypes, "file": name}))
+        return folder / name
+
+
+def _write_arrays(batch: Batch, stem: str, output: Any) -> tuple[str, Any]:
+    """Write an output as numpy's files have it; return the file's name and the dtypes the tensors had."""
+    if isinstance(output, torch.Tensor):
+        with opened(batch.new(f"{stem}.npy")) as out:
+            np.save(out, _array(output), allow_pickle=False)
+        return f"{stem}.npy", _name(output)
+    found = {leaf_text(leaf)[1:-1].replace("][", "."): tensor for leaf, tensor in leaves(output)}
+    with opened(batch.new(f"{stem}.npz")) as out:
+        arrays: dict[str, Any] = {key: _array(tensor) for key, tensor in found.items()}
+        np.savez(out, allow_pickle=False, **arrays)
+    return f"{stem}.npz", {key: _name(tensor) for key, tensor in found.items()}
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = tensor.to(getattr(torch, numpy_dtype(_name(tensor)))).numpy()
+    return array
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _keyed(value: Any) -> Any:
+    """Return a value with the texts for keys that JSON wants."""
+    if isinstance(value, Mapping):
+        return {str(key): _keyed(child) for key, child in value.items()}
+    return [_keyed(child) for child in value] if isinstance(value, (list, tuple)) else value
+
+
+# What users save themselves -------------------------------------------------------------------------
+
+
+def own_path(folder: Path, name: str, *, taken: Path) -> Path:
+    """Return where a name lies in a folder; raises ValueError when that is outside it, or in the run."""
+    path = (folder / name).resolve()
+    if not name or not path.is_relative_to(folder.resolve()) or path == folder.resolve():
+        raise BadText(f"{name!r} is not a name inside {folder}; give one such as 'attention_mean.pt'.")
+    if path.is_relative_to(taken.resolve()):
+        raise BadText(f"{name!r} lies in {taken}, which holds the run; give another name.")
+    return path
+
+
+def write_custom(path: Path, value: Any) -> None:
+    """Write a value of the user's: `.npy` as an array, anything else as torch saves it."""
+    value = _plain(value)
+    with Batch(path.parent) as batch:
+        beside = batch.new(path.name)
+        if path.suffix != ".npy":
+            write_pt(beside, value)
+            return
+        if not isinstance(value, torch.Tensor):
+            raise Unsupported(f"{path.name} would hold a {type(value).__name__}; a .npy file holds one array")
+        with opened(beside) as out:
+            np.save(out, _array(value), allow_pickle=False)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as `torch.load(..., weights_only=True)` reads it back: tensors on the CPU, arrays as tensors.
+
+    Raises Unsupported for anything but tensors, arrays, numbers, texts, None, and tuples, lists and dicts of them.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, (np.ndarray, np.generic)):
+        try:
+            return torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value.item()
+        except TypeError:
+            raise Unsupported(f"an array of {value.dtype} is not saved; arrays of numbers and booleans are") from None
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return value
+    if isinstance(value, tuple):
+        return tuple(_plain(child) for child in value)
+    if isinstance(value, list):
+        return [_plain(child) for child in value]
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(child) for key, child in value.items()}
+    raise Unsupported(
+        f"a {type(value).__name__} is not saved; tensors, arrays, numbers, texts, tuples, lists and dicts of them are"
+    )
