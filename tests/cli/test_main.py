@@ -54,7 +54,10 @@ def test_the_flags_of_every_command_are_these_and_no_others():
         "record": [
             *("--append", "--inputs", "--json", "--keep", "--prompt", "--seed", "--side", "--to", "--when", "-o"),
         ],
-        "show": ["--adjacent", "--batch", "--call", "--epoch", "--json", "--markdown", "--rank", "--step"],
+        "show": [
+            *["--adjacent", "--batch", "--call", "--epoch", "--json", "--markdown", "--over", "--point"],
+            *["--rank", "--step"],
+        ],
         "compare": [
             *("--bands", "--detail", "--fail-on", "--json", "--limit", "--markdown", "--no-resume", "--noise"),
             *("--points", "--rules", "--save-comparison", "--save_comparison"),

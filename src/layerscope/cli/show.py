@@ -12,6 +12,8 @@ from layerscope.cli import options
 from layerscope.cli.adjacent import Change, chains, changes
 from layerscope.cli.choosing import Given, at, spans
 from layerscope.cli.completeness import completeness_parts, damage_of, run_facts
+from layerscope.cli.over import AXES
+from layerscope.cli.over import document as lines
 from layerscope.cli.page import Tell, counting, put
 from layerscope.cli.statistics import Row, broken_parts, name_cell, point_tables, rows_at
 from layerscope.points import Moment, Point
@@ -27,6 +29,7 @@ EXAMPLES = options.examples(
     "layerscope show runs/fp32",
     "layerscope show runs/fp32 'model.layers.*' --adjacent",
     "layerscope show runs/fp32 'model.layers.*:grad_output' --step 3 --json",
+    "layerscope show runs/fp32 --over steps --point model.layers.3",
 )
 
 
@@ -34,11 +37,20 @@ EXAMPLES = options.examples(
 @click.argument("run", metavar="RUN")
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
 @click.option("--adjacent", is_flag=True, help="Show the change from each layer to the next as well.")
+@click.option("--over", type=click.Choice([*AXES]), help="Draw a line for each statistic of one point.")
+@click.option("--point", metavar="POINT", help="The point that --over follows.")
 @options.moments
 @options.as_json
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 def command(
-    run: str, patterns: tuple[str, ...], adjacent: bool, as_json: bool, as_markdown: bool, **given: int | None
+    run: str,
+    patterns: tuple[str, ...],
+    adjacent: bool,
+    over: str | None,
+    point: str | None,
+    as_json: bool,
+    as_markdown: bool,
+    **given: int | None,
 ) -> int:
     """Show the statistics of RUN, layer by layer, of the points that PATTERNs name.
 
@@ -48,8 +60,13 @@ def command(
 
     if as_json and as_markdown:
         raise click.UsageError("--json and --markdown are two pages; ask for one of them.")
+    if (over is None) != (point is None) or (over and (patterns or adjacent)):
+        raise click.UsageError("a line is asked for with --over steps --point POINT, and shows that point alone.")
     with counting("reading") as tell:
-        page, damaged = document(open_run(run), run, patterns=patterns, given=given, adjacent=adjacent, tell=tell)
+        if over is not None and point is not None:
+            page, damaged = lines(open_run(run), run, over=over, point=point, given=given, tell=tell)
+        else:
+            page, damaged = document(open_run(run), run, patterns=patterns, given=given, adjacent=adjacent, tell=tell)
     put(page, "json" if as_json else "markdown" if as_markdown else "terminal")
     return 2 if damaged else 0
 

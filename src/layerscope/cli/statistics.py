@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from layerscope.stats import Summary
     from layerscope.store import Damage, Entry, Reader
 
-__all__ = ["Row", "Rows", "broken_parts", "name_cell", "point_tables", "rows_at", "shape_text"]
+__all__ = ["Row", "Rows", "broken_parts", "name_cell", "point_tables", "rows_at", "shape_text", "summary_of"]
 
 TIMES = "\u00d7"
 # Beyond this ratio between the largest and the smallest, a linear bar shows the largest alone.
@@ -57,7 +57,7 @@ def rows_at(run: Reader, points: Iterable[Point], entries: Iterable[Entry], tell
         readable: list[tuple[Entry, Summary]] = []
         for entry in several:
             try:
-                readable.append((entry, _summary(run, entry)))
+                readable.append((entry, summary_of(run, entry)))
             except LayerscopeError as error:  # one bad record does not hide the others
                 answer.damaged.append(Damage(run.address, str(error), str(entry.point), str(entry.moment)))
         if readable:
@@ -66,7 +66,7 @@ def rows_at(run: Reader, points: Iterable[Point], entries: Iterable[Entry], tell
     return answer
 
 
-def _summary(run: Reader, entry: Entry) -> Summary:
+def summary_of(run: Reader, entry: Entry) -> Summary:
     """Return the summary that was kept, or the one of the tensor that was."""
     when = entry.moment
     return entry.summary or run.summary(

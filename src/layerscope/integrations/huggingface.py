@@ -1,0 +1,91 @@
+"""A Monitor or a Watch inside transformers' Trainer.
+
+    monitor = Monitor(model, ["model.layers.0"], [0, 2], "out", batch_indices=[0])
+    with MonitorCallback(monitor) as callback:
+        Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
+
+Epochs count from 0. A batch is one of the loader's: with gradient accumulation, several make one optimizer step.
+Evaluations pass unrecorded, and a run that is resumed from a checkpoint goes on where it was. The Trainer tells its
+callbacks when it has ended, but not when it has failed; the `with` block ends the watching either way.
+
+    MonitorCallback(partial(watch, rules=[nonfinite(action="stop")]))     # a Watch, made of the Trainer's optimizer
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from layerscope.errors import MissingExtra
+from layerscope.integrations.progress import Progress, Watcher
+
+try:
+    from transformers.trainer_callback import TrainerCallback
+except ImportError as error:
+    raise MissingExtra("this MonitorCallback takes transformers: pip install 'layerscope[hf]'") from error
+
+if TYPE_CHECKING:
+    from layerscope.monitor import Watch
+
+__all__ = ["MonitorCallback"]
+
+
+class MonitorCallback(TrainerCallback):
+    """Tell Monitors and Watches where a Trainer stands; save at each epoch's end, let go at the end."""
+
+    def __init__(self, *watchers: Watcher) -> None:
+        self._progress = Progress(*watchers)
+        self._epoch = 0
+        self._batch = 0
+
+    @property
+    def watches(self) -> list[Watch]:
+        """The Watches: those that were given, then those that were made."""
+        return self._progress.watches
+
+    def __enter__(self) -> MonitorCallback:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.finish(error)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **said: Any) -> None:
+        """Begin where the Trainer begins: at the start, or behind a checkpoint."""
+        self._epoch, self._batch = _first_batch(args, state, said["train_dataloader"])
+        self._progress.start(said["model"], said["optimizer"])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **said: Any) -> None:
+        """Name the first batch of an optimizer step."""
+        self._progress.batch(epoch=self._epoch, batch=self._batch, step=state.global_step)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **said: Any) -> None:
+        """Name the next batch of the same optimizer step: no evaluation comes in between."""
+        self._batch += 1
+        self._progress.batch(epoch=self._epoch, batch=self._batch, step=state.global_step, within=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **said: Any) -> None:
+        """Rest until the next step: an evaluation may come."""
+        self._batch += 1
+        self._progress.rest()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **said: Any) -> None:
+        """Save the epoch, whole or stopped early."""
+        self._progress.epoch_done()
+        self._epoch, self._batch = self._epoch + 1, 0
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **said: Any) -> None:
+        """Let go of the model."""
+        self._progress.finish()
+
+
+def _first_batch(args: Any, state: Any, loader: Any) -> tuple[int, int]:
+    """Return the epoch and batch that a Trainer goes on with after `state.global_step` optimizer steps."""
+    together = args.gradient_accumulation_steps
+    try:
+        steps = max(1, -(-len(loader) // together))
+    except TypeError:  # a stream without a length is one epoch
+        steps = state.max_steps
+    epoch, done = divmod(state.global_step, steps)
+    return epoch, 0 if args.ignore_data_skip else done * together

@@ -1,0 +1,94 @@
+"""Where training stands, told to Monitors and Watches.
+
+progress = Progress(monitor)               # nothing is recorded from here on ...
+progress.start(model, optimizer)
+progress.batch(epoch=0, batch=3, step=3)   # ... but the batches that are named, as they are named
+progress.rest()                            # what follows is no training: an evaluation
+progress.epoch_done()
+progress.finish()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from layerscope.monitor import Monitor, Watch
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Progress", "Watcher"]
+
+Watcher: TypeAlias = "Monitor | Watch | Callable[[torch.nn.Module, torch.optim.Optimizer], Watch]"
+
+
+class Progress:
+    """The one who counts is the training loop; this passes on what it says.
+
+    A Monitor is let go of at the end. A Watch that is given is the caller's, who begins and ends it. One that is made
+    by a function of the model and its optimizer, as `watch` is, begins at the start and ends at the end.
+    """
+
+    def __init__(self, *watchers: Watcher) -> None:
+        odd = [one for one in watchers if not isinstance(one, Monitor | Watch) and not callable(one)]
+        if odd or not watchers:
+            given = ", ".join(type(one).__name__ for one in odd) or "nothing"
+            raise TypeError(f"give a Monitor, a Watch, or a function that makes a Watch such as `watch`, not {given}.")
+        self.monitors = [one for one in watchers if isinstance(one, Monitor)]
+        self.watches = [one for one in watchers if isinstance(one, Watch)]
+        self._makers = [one for one in watchers if not isinstance(one, Monitor | Watch)]
+        self._own: list[Watch] = []
+        self._epoch: int | None = None
+        self.rest()
+
+    def start(self, model: torch.nn.Module, optimizer: Any) -> None:
+        """Begin anew, with what is trained and what trains it."""
+        self._epoch = None
+        while self._makers:
+            watch = self._makers.pop()(model, optimizer)
+            self._own.append(watch.__enter__())
+            self.watches.append(watch)
+        self.rest()
+
+    def batch(self, *, epoch: int, batch: int, step: int | None = None, within: bool = False) -> None:
+        """Name the batch that is about to be trained on.
+
+        A Watch is told of steps of the optimizer: `step` is the number of this one, and `within` says that it has begun
+        with an earlier batch.
+        """
+        for monitor in self.monitors:
+            if epoch != self._epoch:
+                monitor.set_epoch(epoch)
+            monitor.set_batch_idx(batch)
+        for watch in self.watches:
+            if not within or epoch != self._epoch:
+                watch.moment(epoch=epoch, step=step, batch=batch)
+            watch.recording.resume()
+        self._epoch = epoch
+
+    def rest(self) -> None:
+        """Let pass what is not training."""
+        for monitor in self.monitors:
+            monitor.pause()
+        for watch in self.watches:
+            watch.recording.pause()
+
+    def epoch_done(self) -> None:
+        """Save what the epoch left."""
+        self.rest()
+        for monitor in self.monitors:
+            monitor.save_single_outputs()
+            monitor.save_epoch_outputs()
+        for watch in self.watches:
+            watch.flush()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Let go of the model, once and for all."""
+        for monitor in self.monitors:
+            monitor.remove_hooks()
+        while self._own:
+            watch = self._own.pop()
+            watch.__exit__(
+                None if error is None else type(error), error, None if error is None else error.__traceback__
+            )
