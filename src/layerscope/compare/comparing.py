@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from layerscope.compare.floors import ESTIMATED, Noise, rounding
-from layerscope.compare.measure import measure
 from layerscope.compare.metrics import Metrics
 from layerscope.compare.planning import Job, Plan, Records, fitting
 from layerscope.compare.resuming import Memory, place, stamp
@@ -108,7 +107,11 @@ def _rules(rules: str | os.PathLike[str] | Sequence[Rule]) -> Sequence[Rule]:
             return parse_rules(Path(rules).read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise BadText(f"{rules} is no file of rules: it is not text in UTF-8 ({error.reason})") from error
-    return parse_rules(rules) if isinstance(rules, str) else rules
+    if not isinstance(rules, str):
+        return rules
+    return (
+        _rules(Path(rules)) if "->" not in rules and "\n" not in rules and Path(rules).is_file() else parse_rules(rules)
+    )
 
 
 def _name(run: Reader) -> str:
@@ -168,7 +171,7 @@ def _run(plans: Sequence[Plan], memory: Memory, *, threads: int, tell: Tell) -> 
         elif job.nbytes < _LARGE and threads > 1:
             small.append((plan, job))
         else:
-            finish(plan, job, lambda job=job: measure(*job.sides(), threads=threads))  # type: ignore[misc]
+            finish(plan, job, lambda job=job: job.measured(threads=threads))  # type: ignore[misc]
     if not small:
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="layerscope-compare") as pool:
@@ -177,7 +180,7 @@ def _run(plans: Sequence[Plan], memory: Memory, *, threads: int, tell: Tell) -> 
         try:
             while True:
                 for plan, job in waiting:
-                    running[pool.submit(lambda job=job: measure(*job.sides()))] = (plan, job)  # type: ignore[misc]
+                    running[pool.submit(job.measured)] = (plan, job)
                     if len(running) >= 4 * threads:
                         break
                 if not running:
@@ -243,9 +246,9 @@ def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         records = sum(row.reference_has is has and bool(row.method) for row in lonely)
         if records:
             yield f"{records:,} records of {role} are of moments that {other} has not"
-    blind = sum(row.metrics is None and row.kind not in ("missing", "unpaired") for row in rows)
+    blind = sum(row.metrics is None and row.kind not in ("missing", "unpaired", "same") for row in rows)
     if blind:
-        yield f"{blind:,} rows rest on statistics alone, which cannot tell a permutation"
+        yield f"{blind:,} of {len(rows):,} rows rest on statistics alone, which cannot tell a permutation"
     if plan.alignment.ignored:
         yield f"{len(plan.alignment.ignored):,} points are ignored by rule"
 

@@ -127,7 +127,8 @@ def _verdict(reference: str, against: Against) -> tuple[str, Tone]:
     if against.verdict.word == "differs":
         return f"{against.candidate} differs from {reference}: {because}", "bad"
     agrees = "is the same as" if against.verdict.word == "same" else "agrees up to noise with"
-    return f"{against.candidate} {agrees} {reference}: {because}", "good"
+    partial = len(_judged(against)) < len(against.rows)
+    return f"{against.candidate} {agrees} {reference}: {because}", "warn" if partial else "good"
 
 
 def _judged(against: Against) -> list[Row]:

@@ -15,7 +15,8 @@ from math import prod
 
 from layerscope.compare.alignment import Alignment, Pair, Seen, align, pair_moments
 from layerscope.compare.floors import Key, Noise, Step, rounding, step_of
-from layerscope.compare.measure import Values
+from layerscope.compare.masks import masked, unmasked
+from layerscope.compare.measure import Values, measure
 from layerscope.compare.metrics import Metrics
 from layerscope.compare.routing import Flips, changed, flips
 from layerscope.compare.rules import Rule
@@ -112,11 +113,17 @@ class Job:
         """Both shapes, of what is to be compared of them."""
         return _cut(self.reference, self.pair.reference_cut), _cut(self.candidate, self.pair.candidate_cut)
 
-    def sides(self) -> tuple[Values, Values]:
-        """Both sides, as they are measured."""
+    def measured(self, *, threads: int = 1) -> Metrics:
+        """Measure both sides; once more, with the masked values left out, where there are such."""
+        metrics = measure(*self._sides(self.reference, self.candidate), threads=threads)
+        if not masked(metrics):
+            return metrics
+        return measure(*self._sides(unmasked(self.reference), unmasked(self.candidate)), threads=threads)
+
+    def _sides(self, reference: Entry, candidate: Entry) -> tuple[Values, Values]:
         shape, other = self.shapes
         right = shape if self.pair.flat and shape != other else None
-        return Values(self.reference, self.pair.reference_cut), Values(self.candidate, self.pair.candidate_cut, right)
+        return Values(reference, self.pair.reference_cut), Values(candidate, self.pair.candidate_cut, right)
 
     def __str__(self) -> str:
         """Name the pair for the memory of an interrupted comparison."""

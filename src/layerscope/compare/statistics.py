@@ -46,8 +46,10 @@ def by_statistics(reference: Entry, candidate: Entry, *, method: str) -> Measure
         return measured("same", "the fingerprints of all bits are equal; tensors were not kept")
     if (mine.nan, mine.posinf, mine.neginf) != (theirs.nan, theirs.posinf, theirs.neginf):
         return measured("nonfinite", f"{_odd(theirs)} in the candidate, {_odd(mine)} in the reference")
-    if mine.min == mine.max:
-        return measured("degenerate", "the reference is constant; tensors were not kept")
+    if mine.min == mine.max == theirs.min == theirs.max:
+        return measured("same", f"both are {mine.min:.6g} throughout; tensors were not kept")
+    if mine.min == mine.max == 0:
+        return measured("degenerate", f"the reference is all zero, the candidate up to {theirs.absmax:.3g}")
     bound = at_least(mine, theirs)
     coarser = max(map(rounding, (mine.dtype or "", theirs.dtype or "", "float32")))
     allowed = LIMIT * ESTIMATED * _DEEP * coarser

@@ -162,11 +162,9 @@ class _Court:
             return "degenerate", "no element is finite on both sides"
         if m.sets is not None or _whole_numbers(m):
             return self._flipped(one, m, known, step)
-        if m.reference.min == m.reference.max and (m.count > 1 or not m.reference.max):
+        if _constant(m):
             what = "all zero" if m.reference.max == 0 else f"constant ({m.reference.max:.6g})"
             return "degenerate", f"the reference is {what}: no relative error means anything; max |d| {m.max_abs:.3g}"
-        if _masks(m):
-            return "noise", "a mask: each side's lowest number stands in the same places"
         if math.isnan(m.relative_l2):
             return "root", f"the reference vanishes beside the candidate: max |d| {m.max_abs:.3g} has no ratio to it"
         excess = _excess(m, known, self._limit, step)
@@ -306,18 +304,15 @@ def _nonfinite(m: Metrics) -> str:
     return f"{m.nonfinite.differing:,} values are not finite in the same way, {where}"
 
 
+def _constant(m: Metrics) -> bool:
+    """Whether the reference is all zero, or one number over and over; the extremes of complex numbers are of moduli."""
+    low, high = m.reference.min, m.reference.max
+    return low == high and (high == 0 or (m.count > 1 and not m.reference.dtype.startswith("complex")))
+
+
 def _whole_numbers(m: Metrics) -> bool:
     kinds = ("int", "uint", "bool")
     return m.reference.dtype.startswith(kinds) and m.candidate.dtype.startswith(kinds)
-
-
-_LOWEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
-
-
-def _masks(m: Metrics) -> bool:
-    """Whether both sides are masks that use their own dtype's lowest number for minus infinity."""
-    sides = (m.reference, m.candidate)
-    return all(side.min == -_LOWEST.get(side.dtype, math.nan) for side in sides) and m.correlation > 1 - 1e-6
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
@@ -334,6 +329,9 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         return Verdict("differs", "nothing could be compared")
     kinds = Counter(row.kind for row in compared)
     uncertain = [row for row in compared if row.kind == "degenerate"]
+    grave = next((row for row in uncertain if _grave(row, compared)), None)
+    if grave is not None:
+        return Verdict("differs", f"{grave} is degenerate and far off: {grave.because}")
     if kinds["same"] == len(compared):
         left = len(rows) - len(compared)
         but = f"; {_rows(left, 'more row')} could not be compared" if left else ""
@@ -355,3 +353,14 @@ def _rows(count: int, what: str = "row") -> str:
 def _when(row: Row, rows: Sequence[Row]) -> str:
     several = len({(r.moment.epoch, r.moment.step, r.moment.batch) for r in rows}) > 1
     return f" at {row.moment}" if several else ""
+
+
+def _grave(row: Row, compared: Sequence[Row]) -> bool:
+    """Whether a degenerate row is off by more than rounding could be, or by a hundredth of what is usual here."""
+    if row.metrics is None or not row.metrics.compared:
+        return row.metrics is None
+    if row.ratio is not None and math.isfinite(row.ratio):
+        return row.ratio > LIMIT * ESTIMATED
+    usual = [other.metrics.reference.rms for other in compared if other.metrics is not None]
+    usual = sorted(rms for rms in usual if rms > 0)
+    return row.metrics.max_abs > (usual[len(usual) // 2] / 100 if usual else 0.0)

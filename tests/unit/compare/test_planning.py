@@ -34,7 +34,7 @@ def plan(reference, candidate, rules="", asked=None):
 
 def measured_of(planned):
     for job in planned.jobs:
-        planned.found[job] = measure(*job.sides())
+        planned.found[job] = job.measured()
     return planned
 
 
@@ -81,7 +81,7 @@ def test_shapes_of_as_many_values_are_told_how_to_be_declared_flat():
     [row] = plan(one, other).measured()
     assert row.because.endswith("if they are the same values in the same order, declare `flat a`")
     [job] = plan(one, other, "flat a").jobs
-    assert measure(*job.sides()).bitwise
+    assert job.measured().bitwise
 
 
 def test_a_moment_that_one_side_lacks_is_unpaired():
@@ -330,4 +330,4 @@ def test_a_run_on_disk_is_planned_like_one_in_memory(tmp_path, monkeypatch):
     writer.write(Point("a"), Moment(), blob=Blob("float32", array.shape, array.nbytes, lambda: array))
     writer.close()
     [job] = plan(open_run(tmp_path / "run"), run(("a", X))).jobs
-    assert measure(*job.sides()).bitwise
+    assert job.measured().bitwise

@@ -48,7 +48,13 @@ def test_without_fingerprints_nothing_is_called_the_same():
 
 
 def test_fingerprints_of_another_dtype_are_not_compared():
-    assert judged(torch.zeros(4, dtype=torch.int32), torch.zeros(4)).kind != "same"
+    numbers = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    assert judged(numbers, numbers.view(torch.int32)).kind != "same"
+
+
+def test_both_constant_with_one_value_are_the_same_in_any_dtype():
+    assert judged(torch.ones(4), torch.ones(4, dtype=torch.bfloat16)).kind == "same"
+    assert judged(torch.zeros(4), torch.full((4,), 0.5)).kind == "degenerate"
 
 
 def test_what_rounding_explains_is_noise_and_what_it_does_not_a_root():

@@ -231,14 +231,25 @@ def test_a_candidate_whose_ratio_to_the_reference_no_number_holds_is_a_root(refe
     assert only(pair("a", scaled, scaled * (1 + 1e-16))).kind == "same"
 
 
-def test_masks_with_each_dtype_s_own_lowest_number_agree():
-    lowest = torch.finfo(torch.float32).min
-    mask = torch.triu(torch.full((1, 1, 8, 8), lowest), diagonal=1)
-    half = torch.triu(torch.full((1, 1, 8, 8), torch.finfo(torch.float16).min), diagonal=1).half()
-    row = only(pair("a", mask, half))
-    assert (row.kind, row.because) == ("noise", "a mask: each side's lowest number stands in the same places")
-    shifted = torch.triu(torch.full((1, 1, 8, 8), torch.finfo(torch.float16).min), diagonal=2).half()
-    assert only(pair("a", mask, shifted)).kind == "root"
+@pytest.mark.parametrize(
+    ("reference", "candidate", "word"),
+    [
+        (np.zeros((2, 4, 8)), np.full((2, 4, 8), 3.0), "differs"),
+        (np.ones((2, 4, 8)), np.full((2, 4, 8), 3.0), "differs"),
+        (np.zeros((2, 4, 8)), np.full((2, 4, 8), 1e-7), "noise"),
+        (np.ones((2, 4, 8)), np.full((2, 4, 8), 1 + 1e-7), "noise"),
+    ],
+    ids=["zero, and far off", "constant, and far off", "zero, and next to it", "constant, and rounded"],
+)
+def test_a_degenerate_row_makes_a_difference_when_it_is_far_off(reference, candidate, word):
+    rows = judge([pair("a", X, X), pair("b", np.float32(reference), np.float32(candidate))], candidate="c")
+    assert [row.kind for row in rows] == ["same", "degenerate"]
+    assert str(verdict(rows)) == word
+
+
+def test_complex_numbers_of_modulus_one_are_no_constant():
+    turned = torch.polar(torch.ones(4, 8), torch.linspace(0, 3, 32).reshape(4, 8))
+    assert kinds(pair("a", turned, -turned)) == ["root"]
 
 
 def test_bool_tensors_are_whole_numbers():

@@ -98,7 +98,7 @@ class Job:
                 f"the {self.layout} layout names what it holds after a mode, and {self.source.address} states none: "
                 "say it with mode= or --mode"
             )
-        if not self.mode or "/" in self.mode or "\0" in self.mode or self.mode in (".", ".."):
+        if not self.mode or any(sign in self.mode for sign in "/:\0") or self.mode in (".", ".."):
             raise BadText(f"{self.mode!r} is no mode to name a file after: letters, digits, dots and dashes are")
         return self.mode
 
