@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def _talkative():
+    """Give the log its level back: the example is a program, and quiets it."""
+    log = logging.getLogger("layerscope")
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 class Logarithm(nn.Module):
@@ -211,6 +221,7 @@ def test_attention_maps_of_transformers_are_kept(tmp_path):
     assert torch.allclose(last.sum(-1), torch.ones(4, 9))
 
 
+@pytest.mark.usefixtures("_talkative")
 def test_the_example_shows_attention_at_three_epochs_and_catches_the_planted_explosion(capsys, tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("train_and_watch", EXAMPLE)
     example = importlib.util.module_from_spec(spec)

@@ -13,7 +13,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ EMPTY = b"PK\x05\x06"
 _LOCAL = struct.Struct("<4s22xHH")
 # Deflate makes 258 bytes of 2 bits at most.
 _RATIO = 1032
+_AT_A_TIME = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +61,29 @@ class Member:
             while part := stream.read(length):
                 yield bytes(part)
 
-    def unpacked(self, skip: int) -> bytearray:
-        """Return its bytes from `skip` on, decompressed into one buffer; their checksum is verified."""
-        data = bytearray(max(0, self.size - skip))
-        view = memoryview(data)
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[int, int], bytearray]]:
+        """Read stretches of its bytes, decompressed: `read(start, length)`, best in order; raises Damaged at the end.
+
+        What lies before a stretch is decompressed and let go, from the beginning again where `start` is behind.
+        """
         with _unpacking(self) as stream:
-            stream.read(skip)
-            done = 0
-            while done < len(data):
-                got = stream.readinto(view[done : done + (1 << 20)])
-                if not got:
-                    raise Damaged(f"{self.place} ends before its values do: it is truncated")
-                done += got
-            if stream.read(1):  # also what makes zipfile compare the checksum
-                raise Damaged(f"{self.place} holds more than the {self.size} bytes it states")
-        view.release()
-        return data
+
+            def read(start: int, length: int) -> bytearray:
+                stream.seek(start)
+                data = bytearray(length)
+                view, done = memoryview(data), 0
+                while done < length:
+                    got = stream.readinto(view[done : done + _AT_A_TIME])
+                    if not got:
+                        raise Damaged(f"{self.place} ends before its values do: it is truncated")
+                    done += got
+                view.release()
+                return data
+
+            yield read
+            while stream.read(_AT_A_TIME):  # to the end, where zipfile compares the checksum
+                pass
 
 
 def is_zip(files: Folder, name: str) -> bool:
@@ -134,8 +142,13 @@ def _opened(files: Folder, name: str) -> Iterator[zipfile.ZipFile]:
 
 @contextmanager
 def _unpacking(member: Member) -> Iterator[Any]:
-    with _opened(member.files, member.archive) as archive, archive.open(member.name) as stream:
-        yield stream
+    with _opened(member.files, member.archive) as archive:
+        try:
+            with archive.open(member.name) as stream:
+                yield stream
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            why = str(error) or "its bytes end too early"
+            raise Damaged(f"{member.place} is truncated, or not what was written ({why})") from error
 
 
 class _File(io.RawIOBase):

@@ -4,7 +4,7 @@
     npz(files, "first_layer_io_all_modes.npz")  # {key: Member}, and `array(member)` is its Extent
 
 What `.npy` cannot say is refused with the reason: pickled objects, and raw bytes that may once have been bfloat16.
-Stored members of an `.npz` are read where they lie; compressed ones are unpacked whole when they are asked for.
+Stored members of an `.npz` are read where they lie; compressed ones are decompressed as they are gone through.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ast
 import math
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -63,24 +63,17 @@ def array(member: Member) -> Extent:
     head = _header(member.place, start, member.size)
     facts = (head.dtype, head.shape, head.stride, head.swapped)
     if member.offset is None:
-        return Extent(member.files, member.archive, 0, *facts, unpack=_unpacking(member, head))
+        return Extent(member.files, member.archive, head.begins, *facts, opened=member.opened)
     verify = _verifying(member, start[: head.begins])
     return Extent(member.files, member.archive, member.offset + head.begins, *facts, verify=verify)
 
 
-def _unpacking(member: Member, head: _Header) -> Callable[[], bytearray]:
-    def unpack() -> bytearray:
-        data = member.unpacked(head.begins)
-        del data[math.prod(head.shape) * np.dtype(head.dtype).itemsize :]
-        return data
-
-    return unpack
-
-
-def _verifying(member: Member, header: bytes) -> Callable[[bytearray], None]:
-    def verify(data: bytearray) -> None:
-        whole = len(header) + len(data) == member.size
-        if whole and zlib.crc32(data, zlib.crc32(header)) != member.crc32:
+def _verifying(member: Member, header: bytes) -> Callable[[Iterable[bytearray]], None]:
+    def verify(parts: Iterable[bytearray]) -> None:
+        size, crc32 = len(header), zlib.crc32(header)
+        for part in parts:
+            size, crc32 = size + len(part), zlib.crc32(part, crc32)
+        if size == member.size and crc32 != member.crc32:
             raise Damaged(f"{member.place}: the bytes are not what was written (checksum)")
 
     return verify

@@ -10,8 +10,9 @@ Whoever makes one has compared it with the size of its file: no header makes any
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from layerscope.errors import Damaged
@@ -28,14 +29,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Extent"]
 
+_Read = Callable[[int, int], bytearray]
+_BLOCK = 1 << 26  # bytes of values put in order at a time: fewer would have a column-major file read more often
+_AT_A_TIME = 1 << 20  # bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Where the values of one tensor lie, and how.
 
     `dtype` is torch's name without the prefix. `stride` counts elements, as torch's; None is row-major. `swapped` says
-    that the bytes of each number are in the other order than this machine's. `unpack` gives the bytes of what is
-    compressed, whole; without it they lie at `offset`. `verify` raises Damaged for the wrong bytes, when all were read.
+    that the bytes of each number are in the other order than this machine's. `opened` reads what is compressed, where
+    `offset` counts the bytes once decompressed. `verify` raises Damaged for the wrong bytes, given all of them.
     """
 
     files: Folder
@@ -45,8 +50,8 @@ class Extent:
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
     swapped: bool = False
-    verify: Callable[[bytearray], None] | None = field(default=None, compare=False)
-    unpack: Callable[[], bytearray] | None = field(default=None, compare=False)
+    verify: Callable[[Iterable[bytearray]], None] | None = field(default=None, compare=False)
+    opened: Callable[[], AbstractContextManager[_Read]] | None = field(default=None, compare=False)
 
     @property
     def count(self) -> int:
@@ -69,13 +74,14 @@ class Extent:
     @property
     def in_order(self) -> bool:
         """Whether the values lie one after the other in row-major order, so that a stretch of them can be read."""
-        return self.unpack is None and (self.stride is None or self.stride == _row_major(self.shape))
+        return self.opened is None and self._row_major
 
     def load(self) -> torch.Tensor:
         """Read the whole tensor."""
-        data = self.unpack() if self.unpack is not None else self._read(0, self.span)
+        with self._reading() as read:
+            data = read(self.offset, self.span)
         if self.verify is not None:
-            self.verify(data)
+            self.verify([data])
         flat = self._values(data)
         if self.stride is None or not self.count:
             return flat.view(self.shape)
@@ -84,7 +90,22 @@ class Extent:
     def stretch(self, start: int, stop: int) -> torch.Tensor:
         """Read some of the values of a tensor that lies in order."""
         itemsize = stored(self.dtype).itemsize
-        return self._values(self._read(start * itemsize, (stop - start) * itemsize))
+        return self._values(self._read(self.offset + start * itemsize, (stop - start) * itemsize))
+
+    def pieces(self, items: int) -> Iterator[torch.Tensor]:
+        """Go through the values in row-major order, at most `items` at a time, in little memory however they lie."""
+        itemsize = stored(self.dtype).itemsize
+        with self._reading() as read:
+            if self.verify is not None:
+                ends = self.offset + self.span
+                places = range(self.offset, ends, _AT_A_TIME)
+                self.verify(read(start, min(_AT_A_TIME, ends - start)) for start in places)
+            if not self._row_major:
+                yield from self._put_in_order(read, items)
+                return
+            for start in range(0, self.count, items):
+                length = min(items, self.count - start) * itemsize
+                yield self._values(read(self.offset + start * itemsize, length))
 
     def item(
         self,
@@ -95,12 +116,59 @@ class Extent:
         note: Mapping[str, JSON] | None = None,
     ) -> Item:
         """Return it as a tensor of a dump."""
-        stretch = self.stretch if self.in_order else None
+        stretch, pieces = (self.stretch, None) if self.in_order else (None, self.pieces)
         where = (point, moment or Moment(), self.dtype, self.shape, self.nbytes)
-        return Item(*where, self.load, stretch, summary, note or {})
+        return Item(*where, self.load, stretch, pieces, summary, note or {})
+
+    @property
+    def _row_major(self) -> bool:
+        return self.stride is None or not self.count or self.stride == _row_major(self.shape)
+
+    def _put_in_order(self, read: _Read, items: int) -> Iterator[torch.Tensor]:
+        """Copy one block after the other into the same memory, and pieces of it out of there."""
+        import torch
+
+        most = max(1, _BLOCK // stored(self.dtype).itemsize)
+        memory = torch.empty(min(most, self.count), dtype=getattr(torch, self.dtype))
+        for block in self._blocks(most):
+            flat = memory[: block.count]
+            block._copy(read, flat.view(block.shape))
+            for start in range(0, block.count, items):
+                yield flat[start : start + items].clone()
+
+    def _blocks(self, most: int) -> Iterator[Extent]:
+        """Cut it into blocks of at most `most` values, each before the next in row-major order."""
+        if self.count <= most:
+            yield self
+            return
+        axis = next(axis for axis, n in enumerate(self.shape) if n > 1)
+        for _, _, part in self._cut(axis, most * self.shape[axis] // self.count):
+            yield from part._blocks(most)
+
+    def _copy(self, read: _Read, into: torch.Tensor) -> None:
+        """Copy the values into a tensor of its shape, from one stretch of the file after the other."""
+        assert self.stride is not None
+        if self.count == 1 or self.span <= _AT_A_TIME:
+            into.copy_(self._values(read(self.offset, self.span)).as_strided(self.shape, self.stride))
+            return
+        axis = max((axis for axis, n in enumerate(self.shape) if n > 1), key=self.stride.__getitem__)
+        for start, length, part in self._cut(axis, _AT_A_TIME * self.shape[axis] // self.span):
+            part._copy(read, into.narrow(axis, start, length))
+
+    def _cut(self, axis: int, step: int) -> Iterator[tuple[int, int, Extent]]:
+        """Cut it across an axis into parts `step` long, at least 1: where each starts, how long it is, and itself."""
+        assert self.stride is not None
+        for start in range(0, self.shape[axis], max(1, step)):
+            length = min(max(1, step), self.shape[axis] - start)
+            shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
+            offset = self.offset + start * self.stride[axis] * stored(self.dtype).itemsize
+            yield start, length, replace(self, offset=offset, shape=shape)
+
+    def _reading(self) -> AbstractContextManager[_Read]:
+        return nullcontext(self._read) if self.opened is None else self.opened()
 
     def _read(self, start: int, length: int) -> bytearray:
-        data = self.files.read(self.name, offset=self.offset + start, length=length)
+        data = self.files.read(self.name, offset=start, length=length)
         if len(data) != length:
             raise Damaged(
                 f"{self.files.address}/{self.name} is truncated: {length - len(data)} bytes of its values are not there"

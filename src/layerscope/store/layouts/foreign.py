@@ -30,7 +30,8 @@ __all__ = ["ForeignRun", "Item"]
 class Item:
     """One tensor of a dump: where it belongs, what it is, and how it is read.
 
-    `stretch(start, stop)` reads some of its values, flat and in row-major order; without it the whole is loaded.
+    `stretch(start, stop)` reads some of its values, flat and in row-major order; `pieces(items)` goes through all of
+    them, at most so many at a time, where they cannot be read from the middle. With neither the whole is loaded.
     `dtype` and `shape` are None where the dump has statistics alone.
     """
 
@@ -41,6 +42,7 @@ class Item:
     nbytes: int
     load: Callable[[], torch.Tensor] | None
     stretch: Callable[[int, int], torch.Tensor] | None = None
+    pieces: Callable[[int], Iterator[torch.Tensor]] | None = None
     summary: Summary | None = None
     note: Mapping[str, JSON] = field(default_factory=dict)
 
@@ -110,6 +112,9 @@ class ForeignRun(Reader):
 
     def _pieces(self, row: Row, items: int) -> Iterator[torch.Tensor]:
         item = self._items[row.facts.record]
+        if item.pieces is not None:
+            yield from item.pieces(items)
+            return
         if item.stretch is None or item.shape is None:
             yield from super()._pieces(row, items)
             return

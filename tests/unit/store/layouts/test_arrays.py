@@ -73,7 +73,7 @@ def test_an_archive_gives_each_array_by_its_key(tmp_path, save):
     assert list(members) == list(np.load(tmp_path / "a.npz").files)
     for key, wanted in saved.items():
         extent = array(members[key])
-        assert (extent.unpack is None) == (save is np.savez)
+        assert (extent.opened is None) == (save is np.savez)
         np.testing.assert_array_equal(extent.load().numpy(), wanted)
         if extent.in_order:
             np.testing.assert_array_equal(extent.stretch(1, 4).numpy(), wanted.reshape(-1)[1:4])
