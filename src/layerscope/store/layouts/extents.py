@@ -1,7 +1,7 @@
 """A tensor's bytes at one place of one file: known before they are read, and read in stretches.
 
     extent = Extent(files, "layer_3.npy", 128, "float32", (2, 512, 768))
-    extent.stretch(0, 1024)         # the first values, and nothing else of the file
+    next(extent.pieces(1024))       # the first values, and nothing else of the file
     extent.item(Point("layers.3"))  # what a ForeignRun is made of
 
 Whoever makes one has compared it with the size of its file: no header makes anybody allocate what is not there.
@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from layerscope.errors import Damaged
 from layerscope.points import Moment, Point
@@ -71,11 +73,6 @@ class Extent:
         last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return (last + 1) * stored(self.dtype).itemsize
 
-    @property
-    def in_order(self) -> bool:
-        """Whether the values lie one after the other in row-major order, so that a stretch of them can be read."""
-        return self.opened is None and self._row_major
-
     def load(self) -> torch.Tensor:
         """Read the whole tensor."""
         with self._reading() as read:
@@ -86,11 +83,6 @@ class Extent:
         if self.stride is None or not self.count:
             return flat.view(self.shape)
         return flat.as_strided(self.shape, self.stride)
-
-    def stretch(self, start: int, stop: int) -> torch.Tensor:
-        """Read some of the values of a tensor that lies in order."""
-        itemsize = stored(self.dtype).itemsize
-        return self._values(self._read(self.offset + start * itemsize, (stop - start) * itemsize))
 
     def pieces(self, items: int) -> Iterator[torch.Tensor]:
         """Go through the values in row-major order, at most `items` at a time, in little memory however they lie."""
@@ -116,9 +108,8 @@ class Extent:
         note: Mapping[str, JSON] | None = None,
     ) -> Item:
         """Return it as a tensor of a dump."""
-        stretch, pieces = (self.stretch, None) if self.in_order else (None, self.pieces)
         where = (point, moment or Moment(), self.dtype, self.shape, self.nbytes)
-        return Item(*where, self.load, stretch, pieces, summary, note or {})
+        return Item(*where, self.load, self.pieces, summary, note or {})
 
     @property
     def _row_major(self) -> bool:
@@ -126,15 +117,14 @@ class Extent:
 
     def _put_in_order(self, read: _Read, items: int) -> Iterator[torch.Tensor]:
         """Copy one block after the other into the same memory, and pieces of it out of there."""
-        import torch
-
-        most = max(1, _BLOCK // stored(self.dtype).itemsize)
-        memory = torch.empty(min(most, self.count), dtype=getattr(torch, self.dtype))
+        itemsize = stored(self.dtype).itemsize
+        most = max(1, _BLOCK // itemsize)
+        memory = np.empty(min(most, self.count), f"V{itemsize}")
         for block in self._blocks(most):
             flat = memory[: block.count]
-            block._copy(read, flat.view(block.shape))
+            block._copy(read, flat.reshape(block.shape))
             for start in range(0, block.count, items):
-                yield flat[start : start + items].clone()
+                yield self._values(bytearray(flat[start : start + items].view(np.uint8)))
 
     def _blocks(self, most: int) -> Iterator[Extent]:
         """Cut it into blocks of at most `most` values, each before the next in row-major order."""
@@ -145,15 +135,16 @@ class Extent:
         for _, _, part in self._cut(axis, most * self.shape[axis] // self.count):
             yield from part._blocks(most)
 
-    def _copy(self, read: _Read, into: torch.Tensor) -> None:
-        """Copy the values into a tensor of its shape, from one stretch of the file after the other."""
+    def _copy(self, read: _Read, into: np.ndarray[Any, np.dtype[np.void]]) -> None:
+        """Copy the values into an array of its shape, from one stretch of the file after the other."""
         assert self.stride is not None
-        if self.count == 1 or self.span <= _AT_A_TIME:
-            into.copy_(self._values(read(self.offset, self.span)).as_strided(self.shape, self.stride))
+        if self.span <= max(_AT_A_TIME, into.itemsize):
+            strides = tuple(step * into.itemsize for step in self.stride)
+            into[...] = np.ndarray(self.shape, into.dtype, read(self.offset, self.span), strides=strides)
             return
         axis = max((axis for axis, n in enumerate(self.shape) if n > 1), key=self.stride.__getitem__)
         for start, length, part in self._cut(axis, _AT_A_TIME * self.shape[axis] // self.span):
-            part._copy(read, into.narrow(axis, start, length))
+            part._copy(read, into[(*[slice(None)] * axis, slice(start, start + length))])
 
     def _cut(self, axis: int, step: int) -> Iterator[tuple[int, int, Extent]]:
         """Cut it across an axis into parts `step` long, at least 1: where each starts, how long it is, and itself."""
@@ -181,8 +172,6 @@ class Extent:
         if not data:
             return torch.empty(0, dtype=getattr(torch, self.dtype))
         if self.swapped:
-            import numpy as np
-
             # The halves of a complex number are swapped each on its own.
             width = stored(self.dtype).itemsize // (2 if self.dtype.startswith("complex") else 1)
             np.frombuffer(data, dtype=f"u{width}").byteswap(inplace=True)

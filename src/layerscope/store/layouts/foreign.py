@@ -30,9 +30,8 @@ __all__ = ["ForeignRun", "Item"]
 class Item:
     """One tensor of a dump: where it belongs, what it is, and how it is read.
 
-    `stretch(start, stop)` reads some of its values, flat and in row-major order; `pieces(items)` goes through all of
-    them, at most so many at a time, where they cannot be read from the middle. With neither the whole is loaded.
-    `dtype` and `shape` are None where the dump has statistics alone.
+    `pieces(items)` goes through its values, flat and in row-major order, at most so many at a time; without it the
+    whole is loaded. `dtype` and `shape` are None where the dump has statistics alone.
     """
 
     point: Point
@@ -41,7 +40,6 @@ class Item:
     shape: tuple[int, ...] | None
     nbytes: int
     load: Callable[[], torch.Tensor] | None
-    stretch: Callable[[int, int], torch.Tensor] | None = None
     pieces: Callable[[int], Iterator[torch.Tensor]] | None = None
     summary: Summary | None = None
     note: Mapping[str, JSON] = field(default_factory=dict)
@@ -112,17 +110,7 @@ class ForeignRun(Reader):
 
     def _pieces(self, row: Row, items: int) -> Iterator[torch.Tensor]:
         item = self._items[row.facts.record]
-        if item.pieces is not None:
-            yield from item.pieces(items)
-            return
-        if item.stretch is None or item.shape is None:
-            yield from super()._pieces(row, items)
-            return
-        count = 1
-        for n in item.shape:
-            count *= n
-        for start in range(0, count, items):
-            yield item.stretch(start, min(start + items, count))
+        return super()._pieces(row, items) if item.pieces is None else item.pieces(items)
 
     def _nbytes(self, row: Row) -> int:
         return self._items[row.facts.record].nbytes

@@ -7,7 +7,7 @@ A dump of ten thousand files opens as fast as its list is read. What the file tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ class Later:
     def item(self, point: Point, moment: Moment, *, note: Mapping[str, JSON]) -> Item:
         """Return it as a tensor of a dump."""
         size = nbytes(self.dtype, self.shape)
-        return Item(point, moment, self.dtype, self.shape, size, self.load, self.stretch, note=note)
+        return Item(point, moment, self.dtype, self.shape, size, self.load, self.pieces, note=note)
 
     @cached_property
     def extent(self) -> Extent:
@@ -61,7 +61,6 @@ class Later:
         """Read the whole tensor."""
         return self.extent.load()
 
-    def stretch(self, start: int, stop: int) -> torch.Tensor:
-        """Read some of its values, in row-major order."""
-        extent = self.extent
-        return extent.stretch(start, stop) if extent.in_order else extent.load().reshape(-1)[start:stop]
+    def pieces(self, items: int) -> Iterator[torch.Tensor]:
+        """Go through its values in row-major order, at most `items` at a time."""
+        return self.extent.pieces(items)

@@ -39,6 +39,13 @@ def test_rows_pieces_and_statistics_come_from_the_tensor():
     assert entry.nbytes == 48
 
 
+def test_an_item_with_pieces_of_its_own_is_gone_through_and_never_loaded():
+    values = torch.arange(7.0)
+    item = Item(Point("p"), Moment(), "float32", (7,), 28, load=None, pieces=values.split)
+    (entry,) = run(item).records()
+    assert [piece.tolist() for piece in entry.pieces(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
 def test_of_two_at_the_same_moment_the_later_counts_and_the_other_is_counted():
     dump = run(of(torch.zeros(1)), of(torch.ones(1)), of(torch.ones(1), Moment(step=1)))
     assert (len(dump), dump.replaced) == (2, 1)
