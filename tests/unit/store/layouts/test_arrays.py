@@ -1,10 +1,12 @@
 """Numpy's files read by us, against numpy's own loader."""
 
 import io
+import os
 import subprocess
 import sys
 import tracemalloc
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -246,9 +248,10 @@ def test_a_large_array_in_column_order_is_gone_through_in_little_more_than_a_blo
 
 
 COMPARING = """
-import resource, sys
+import sys
 from pathlib import Path
 import torch
+from growing import growth
 from layerscope.compare.measure import Values, measure
 from layerscope.points import Point
 from layerscope.store import Manifest
@@ -256,21 +259,16 @@ from layerscope.store.address import LocalFolder
 from layerscope.store.layouts.arrays import array, npz
 from layerscope.store.layouts.foreign import ForeignRun
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-
 items = [array(m).item(Point(key)) for key, m in npz(LocalFolder(Path(sys.argv[1])), "a.npz").items()]
 one, other = ForeignRun("a", "first-layer", items, manifest=Manifest()).records()
 measure(torch.zeros(9), torch.ones(9))
-before = peak()
-metrics = measure(Values(one), Values(other))
-streamed = peak() - before
-whole = [one.tensor(), other.tensor()]
-print(metrics.max_abs, one.nbytes >> 20, streamed, peak() - before)
+metrics, streamed = growth(lambda: measure(Values(one), Values(other)))
+_, whole = growth(lambda: [one.tensor(), other.tensor()])
+print(metrics.max_abs, one.nbytes >> 20, streamed, whole)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems count the peak in other units")
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_two_compressed_arrays_are_compared_in_far_less_memory_than_they_take(tmp_path):
     part = bytes(4 << 20)
     shape = (1, 52, 1 << 20)
@@ -281,8 +279,10 @@ def test_two_compressed_arrays_are_compared_in_far_less_memory_than_they_take(tm
                 for _ in range(shape[1] - 1):
                     file.write(part)
                 file.write(part[4:] + np.float32(last).tobytes())
-    done = subprocess.run([sys.executable, "-c", COMPARING, str(tmp_path)], capture_output=True, text=True, check=True)
+    path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command, env = [sys.executable, "-c", COMPARING, str(tmp_path)], dict(os.environ, PYTHONPATH=path)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     largest, each, streamed, whole = map(float, done.stdout.split())
     assert (largest, each) == (2.5, 208)
     assert streamed < 150
-    assert whole > 300  # what loading both really adds: part of the 416 MB fits under the peak of the imports
+    assert whole > 400  # the check can fail
