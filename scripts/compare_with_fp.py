@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ try:
     from layerscope.compare.document import document
     from layerscope.errors import LayerscopeError
     from layerscope.report.writing import printable
+    from layerscope.store.layouts.quamba import mode_of
 except ModuleNotFoundError as error:
     if error.name not in ("layerscope", "torch", "numpy", "click", "rich", "fsspec", "safetensors"):
         raise
@@ -34,8 +34,6 @@ except ModuleNotFoundError as error:
         sys.stderr.write(f"this Python has no {error.name}: run `make setup` in {ROOT}, or `pip install layerscope`\n")
         sys.exit(2)
     os.execv(own, [str(own), *sys.argv])
-
-MODE_FILE = re.compile(r"mode_(.+)_(?:layer_\d+\.npy|stats\.json)")
 
 
 def main() -> int:
@@ -90,7 +88,7 @@ def arguments() -> argparse.Namespace:
 def modes_in(folder: str) -> list[str]:
     """Return the modes that have a file in the folder."""
     try:
-        return sorted({found[1] for path in Path(folder).iterdir() if (found := MODE_FILE.fullmatch(path.name))})
+        return sorted({mode for path in Path(folder).iterdir() if (mode := mode_of(path.name)) is not None})
     except OSError:
         return []
 

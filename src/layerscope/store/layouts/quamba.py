@@ -23,7 +23,7 @@ from layerscope.store.manifest import Completeness, Manifest, now
 if TYPE_CHECKING:
     from layerscope.store.layouts.writing import Job
 
-__all__ = ["about", "array_name", "recognise", "said_of", "statistics_name", "timestamp", "write"]
+__all__ = ["about", "array_name", "mode_of", "recognise", "said_of", "statistics_name", "timestamp", "write"]
 
 _ARRAY = re.compile(r"mode_(.+)_layer_(\d{1,9})\.npy", re.DOTALL)
 _STATISTICS = re.compile(r"mode_(.+)_stats\.json", re.DOTALL)
@@ -121,7 +121,7 @@ def write(job: Job) -> None:
     entries = {depth: entry for depth, point in stack.layers.items() if (entry := job.one(point)) is not None}
     if not entries:
         raise job.nothing("no output of a decoder layer")
-    there = [name for name in _names(job.path) if _mode_of(name) == mode]
+    there = [name for name in _names(job.path) if mode_of(name) == mode]
     if there and not job.overwrite:
         raise RunExists(f"{job.path} already has mode {mode} ({there[0]}); overwrite=True or --overwrite replaces it")
     said: dict[str, Any] = {"mode": mode, **about(job.source.manifest)}
@@ -160,6 +160,7 @@ def _names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir()) if path.is_dir() else []
 
 
-def _mode_of(name: str) -> str | None:
+def mode_of(name: str) -> str | None:
+    """Return the mode that a file's name speaks of; None when it is no file of this layout."""
     match = _ARRAY.fullmatch(name) or _STATISTICS.fullmatch(name)
     return match[1] if match else None
