@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 from layerscope.compare.floors import ESTIMATED, rounding
+from layerscope.compare.rows import Kind
 from layerscope.compare.verdicts import LIMIT, Measured
 from layerscope.errors import LayerscopeError
 from layerscope.stats import Summary, summarize
@@ -24,18 +25,17 @@ _DEEP = 8.0  # how many times its rounding a dtype's error may have grown over t
 def by_statistics(reference: Entry, candidate: Entry, *, method: str) -> Measured:
     """Judge a pair by its summaries."""
     point, moment = reference.point, reference.moment
+
+    def measured(kind: Kind, because: str) -> Measured:
+        return Measured(point, moment, candidate.point, method, kind=kind, because=because)
+
     try:
         mine, theirs = _summary(reference), _summary(candidate)
     except LayerscopeError as error:  # one damaged record does not cost the others
-        return Measured(point, moment, candidate.point, method, kind="missing", because=str(error))
+        return measured("missing", str(error))
     if mine is None or theirs is None:
         which = "reference" if mine is None else "candidate"
-        why = f"the {which} kept neither a tensor nor a summary of it"
-        return Measured(point, moment, candidate.point, method, kind="missing", because=why)
-
-    def measured(kind: str, because: str) -> Measured:
-        return Measured(point, moment, candidate.point, method, kind=kind, because=because)  # type: ignore[arg-type]
-
+        return measured("missing", f"the {which} kept neither a tensor nor a summary of it")
     if mine.shape != theirs.shape:
         return measured("unpaired", f"shapes differ, {list(mine.shape or ())} against {list(theirs.shape or ())}")
     if (
