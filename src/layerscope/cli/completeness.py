@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from layerscope.report.parts import Column, Fact, Facts, Part, Sentence, Table
+from layerscope.report.writing import many
 
 if TYPE_CHECKING:
     from layerscope.store import Damage, Reader
 
-__all__ = ["completeness_parts", "damage_of", "damage_parts", "damage_text", "many", "run_facts"]
+__all__ = ["completeness_parts", "damage_of", "damage_parts", "damage_text", "run_facts"]
 
 MOST = 10
 
@@ -140,12 +141,3 @@ def run_facts(run: Reader) -> Facts:
             *(Fact(label, value, audience="data") for label, value in data.items()),
         ),
     )
-
-
-def many(count: int, noun: str) -> str:
-    """Count things in words.
-
-    >>> many(1, "point"), many(2000, "record")
-    ('1 point', '2,000 records')
-    """
-    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from layerscope.cli import options
-from layerscope.cli.completeness import MOST, many
+from layerscope.cli.completeness import MOST
 from layerscope.cli.page import counting, put
 from layerscope.cli.statistics import shape_text
 from layerscope.report.parts import Cell, Column, Document, Fact, Facts, Part, Sentence, Table
-from layerscope.report.writing import NOTHING
+from layerscope.report.writing import NOTHING, many
 
 if TYPE_CHECKING:
     from layerscope.store import Converted

@@ -9,12 +9,13 @@ import click
 
 from layerscope.cli import options
 from layerscope.cli.choosing import at
-from layerscope.cli.completeness import completeness_parts, many
+from layerscope.cli.completeness import completeness_parts
 from layerscope.cli.page import Tell, counting, put, working
 from layerscope.cli.show import adjacent_parts
 from layerscope.cli.statistics import point_tables, rows_at
 from layerscope.report import markdown
 from layerscope.report.parts import Document, Fact, Facts, Heading, Notes, Part, Profile, Sentence
+from layerscope.report.writing import many
 
 if TYPE_CHECKING:
     from layerscope.store import Reader

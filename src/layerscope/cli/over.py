@@ -9,13 +9,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from layerscope.cli.choosing import Given, spans
-from layerscope.cli.completeness import completeness_parts, damage_of, many
+from layerscope.cli.completeness import completeness_parts, damage_of
 from layerscope.cli.page import Tell
 from layerscope.cli.statistics import LOG_FROM, summary_of
 from layerscope.errors import Ambiguous, LayerscopeError, NoSuchPoint
 from layerscope.points import Moment, Point
 from layerscope.report.parts import Column, Document, Part, Profile, Sentence, Table, Value
-from layerscope.report.writing import number
+from layerscope.report.writing import many, number
 
 if TYPE_CHECKING:
     from layerscope.stats import Summary

@@ -11,13 +11,14 @@ import click
 
 from layerscope.cli import options
 from layerscope.cli.choosing import by_depth
-from layerscope.cli.completeness import completeness_parts, damage_of, many, run_facts
+from layerscope.cli.completeness import completeness_parts, damage_of, run_facts
 from layerscope.cli.page import Tell, counting, put, working
 from layerscope.cli.statistics import shape_text
 from layerscope.errors import Damaged, NewerFormat, NotARun
 from layerscope.patterns import select, split
 from layerscope.points import escape
 from layerscope.report.parts import Cell, Column, Document, Part, Sentence, Table, Value
+from layerscope.report.writing import many
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,10 @@ from __future__ import annotations
 import click
 
 from layerscope.cli import options
-from layerscope.cli.completeness import damage_parts, damage_text, many
+from layerscope.cli.completeness import damage_parts, damage_text
 from layerscope.cli.page import counting, put
 from layerscope.report.parts import Document, Fact, Facts, Part, Sentence
+from layerscope.report.writing import many
 
 __all__ = ["command"]
 

@@ -9,11 +9,11 @@ from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from layerscope.cli.choosing import by_depth, spans
-from layerscope.cli.completeness import many
 from layerscope.cli.page import Tell
 from layerscope.errors import LayerscopeError
 from layerscope.points import SIDE_TITLES, Point, leaf_text
 from layerscope.report.parts import Cell, Column, Heading, Part, Sentence, Table, Tone, Value
+from layerscope.report.writing import many
 
 if TYPE_CHECKING:
     from layerscope.stats import Summary

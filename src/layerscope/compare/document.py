@@ -47,6 +47,7 @@ from layerscope.report.parts import (
     Tone,
     Value,
 )
+from layerscope.report.writing import many
 
 __all__ = ["Detail", "document"]
 
@@ -140,11 +141,7 @@ def _counted(rows: Sequence[Row]) -> str:
     found = Counter(row.kind for row in rows)
     kinds = ", ".join(f"{found[kind]:,} {kind}" for kind in KINDS if found[kind])
     moments = len({row.moment for row in rows})
-    return f"{len(rows):,} {_plural(len(rows), 'row')}: {kinds}" + (f"; {moments:,} moments" if moments > 1 else "")
-
-
-def _plural(n: int, word: str) -> str:
-    return word if n == 1 else f"{word}s"
+    return f"{many(len(rows), 'row')}: {kinds}" + (f"; {moments:,} moments" if moments > 1 else "")
 
 
 def _called(row: Row, among: Iterable[Row]) -> str:
@@ -302,9 +299,7 @@ def _evidence(
         yield from block(row, _called(row, against.rows), reference=comparison.reference, bands=bands)
     left = len(against.compared) - len(chosen)
     if chosen and left > 0:
-        yield Sentence(
-            f"{left:,} more {_plural(left, 'row')} in the same detail: --detail all", "quiet", audience="page"
-        )
+        yield Sentence(f"{many(left, 'more row')} in the same detail: --detail all", "quiet", audience="page")
 
 
 def _noted(rows: Sequence[Row], title: str, against: Against) -> Iterator[Part]:

@@ -19,6 +19,7 @@ from layerscope.compare.metrics import Metrics
 from layerscope.compare.routing import Flips
 from layerscope.compare.rows import PARTED, Floor, Kind, Row, Verdict
 from layerscope.points import Moment, Point
+from layerscope.report.writing import many
 
 __all__ = ["LIMIT", "Measured", "Ties", "judge", "verdict"]
 
@@ -334,20 +335,16 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         return Verdict("differs", f"{grave} is degenerate and far off: {grave.because}")
     if kinds["same"] == len(compared):
         left = len(rows) - len(compared)
-        but = f"; {_rows(left, 'more row')} could not be compared" if left else ""
-        return Verdict("same", f"every value of {_rows(len(compared))} is equal{but}")
+        but = f"; {many(left, 'more row')} could not be compared" if left else ""
+        return Verdict("same", f"every value of {many(len(compared), 'row')} is equal{but}")
     measured = [row for row in compared if row.ratio is not None and math.isfinite(row.ratio) and row.kind == "noise"]
     worst = max(measured, key=lambda row: row.ratio or 0.0, default=None)
     said = f"what differs is noise; the largest error is {worst.ratio:.3g} times its floor, at {worst}" if worst else ""
     said = said or "what differs has no relative error"
     if uncertain:
         verb = "differs" if len(uncertain) == 1 else "differ"
-        said += f"; {_rows(len(uncertain), 'degenerate row')} {verb}, see {uncertain[0]}"
+        said += f"; {many(len(uncertain), 'degenerate row')} {verb}, see {uncertain[0]}"
     return Verdict("noise", said)
-
-
-def _rows(count: int, what: str = "row") -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _when(row: Row, rows: Sequence[Row]) -> str:

@@ -18,6 +18,7 @@ __all__ = [
     "bar",
     "count",
     "landmarks",
+    "many",
     "middle",
     "number",
     "percent",
@@ -68,6 +69,15 @@ def number(value: float) -> str:
 def count(value: int) -> str:
     """Write a whole number with its thousands apart."""
     return f"{value:,}"
+
+
+def many(count: int, noun: str) -> str:
+    """Count things in words.
+
+    >>> many(1, "point"), many(2000, "record")
+    ('1 point', '2,000 records')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def percent(share: float) -> str:
