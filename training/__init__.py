@@ -1,0 +1,1 @@
+"""How the trained weights that ship with layerscope were made; nothing here is needed to use them."""
