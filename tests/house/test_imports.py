@@ -57,7 +57,7 @@ def test_the_public_names_are_those_the_type_checker_sees():
 
 
 def test_an_unknown_name_says_what_there_is():
-    with pytest.raises(AttributeError, match="it has Comparison, LayerscopeError, Moment"):
+    with pytest.raises(AttributeError, match="it has Comparison, Finding, LayerscopeError"):
         _ = layerscope.recrod
 
 

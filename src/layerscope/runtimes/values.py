@@ -8,14 +8,16 @@ a generator) is left closed, because looking into it could change it. A containe
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
 from layerscope.points import Leaf
 
-__all__ = ["argument_leaves", "describe", "leaves", "rebuilt"]
+__all__ = ["argument_leaves", "describe", "leaves", "rebuilt", "replaced"]
 
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
 
@@ -57,6 +59,40 @@ def rebuilt(value: object, replace: Callable[[Leaf, torch.Tensor], object]) -> o
     stay; an object that is not walked becomes None.
     """
     return _rebuilt(value, (), replace, ())
+
+
+def replaced(value: Any, replace: Callable[[Leaf, torch.Tensor], torch.Tensor]) -> Any:
+    """Return a value of the same types, with another tensor in the place of each; the given one is left alone.
+
+    Paths are those of `leaves`. A value in which nothing changes comes back itself.
+    """
+    return _replaced(value, (), replace, ())
+
+
+def _replaced(
+    value: Any, at: Leaf, replace: Callable[[Leaf, torch.Tensor], torch.Tensor], above: tuple[object, ...]
+) -> Any:
+    if isinstance(value, torch.Tensor):
+        return replace(at, value)
+    if type(value) in _ATOMS or any(value is outer for outer in above):
+        return value
+    children = list(_children(value))
+    inside = [(key, child, _replaced(child, (*at, key), replace, (value, *above))) for key, child in children]
+    if all(before is after for _, before, after in inside):
+        return value
+    if isinstance(value, (tuple, list)):
+        made = [after for _, _, after in inside]
+        if hasattr(value, "_fields"):
+            return type(value)(*made)
+        return type(value)(made)
+    other = copy.copy(value)
+    if isinstance(value, Mapping):
+        for own, (_, _, after) in zip(value, inside, strict=True):
+            other[own] = after
+    else:
+        for key, _, after in inside:
+            object.__setattr__(other, str(key), after)
+    return other
 
 
 def _rebuilt(

@@ -1,0 +1,66 @@
+"""Prove a suspicion by intervention.
+
+    confirm(suspects, passes, final)
+
+The reference's output is put in the suspect's place and the candidate runs again: what of the final error goes? And the
+other way round: the suspect's output, on the reference's input, goes into the reference: what error does that make?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from layerscope.diagnose.blaming import Suspect
+from layerscope.diagnose.finding import Final
+from layerscope.diagnose.guiding import Guidance
+from layerscope.diagnose.passes import Outputs, Passes
+
+__all__ = ["Confirmation", "confirm"]
+
+MOST = 8  # suspects that are worth two runs each
+VISIBLE = 1.1  # times its floor: a final error below that has nothing to remove
+
+
+class Confirmation(NamedTuple):
+    """The share of the final error that goes, and the final error that is made; None where that could not be tried."""
+
+    removed: float | None = None
+    made: float | None = None
+
+
+def confirm(suspects: Sequence[Suspect], passes: Passes, final: Final) -> tuple[list[Confirmation], Final]:
+    """Try each suspect, the first few of them, and all of them together."""
+    names = [_place_of(suspect) for suspect in suspects]
+    whole = passes.candidate(Guidance(whole=frozenset(names[:MOST]), only=())).outputs
+    proofs: list[Confirmation] = []
+    for name in names[:MOST]:
+        theirs: Outputs = {key: outputs for key, outputs in whole.items() if key[0] == name}
+        made = passes.final(passes.ours, theirs) if theirs else None
+        proofs.append(Confirmation(_removed(passes.final(passes.theirs, _right([name], passes)), final), made))
+    together = proofs[0].removed
+    if len(names) > 1:
+        together = _removed(passes.final(passes.theirs, _right(names, passes)), final)
+    return proofs + [Confirmation()] * (len(names) - len(proofs)), replace(final, removed=together)
+
+
+def _right(names: Collection[str], passes: Passes) -> Outputs:
+    """Return what the reference's modules of these names gave."""
+    return {
+        key: {leaf: held.tensor for leaf, held in call.outputs.items()}
+        for key, call in passes.captured.calls.items()
+        if key[0] in names
+    }
+
+
+def _place_of(suspect: Suspect) -> str:
+    """Return the module whose output can be put right: the suspect, or the one that uses its weights."""
+    return suspect.name if suspect.swapped is not None else suspect.row.judged.name
+
+
+def _removed(after: float | None, final: Final) -> float | None:
+    before, floor = final.error, final.floor or 0.0
+    if after is None or before is None or before <= VISIBLE * floor or before == floor:
+        return None
+    return min(1.0, max(0.0, (before - after) / (before - floor)))

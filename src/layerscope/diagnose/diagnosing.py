@@ -1,0 +1,203 @@
+"""Find the module that makes the difference between two models, prove it, and say why.
+
+    finding = diagnose(reference, candidate, inputs)
+
+1. The reference runs once; what each of its modules was given and gave is kept (`capturing`).
+2. The candidate runs once on those values (`guiding`): what a module gets wrong there is its own doing.
+3. So does the reference in the candidate's dtypes: what it gets wrong is rounding (`judging`, `rows`).
+4. What stands out (`blaming`) is put right in the candidate and wrong in the reference (`confirming`), and explained
+   (`explaining`, `causes`).
+
+Both models are left as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+
+from torch import nn
+
+from layerscope.compare.rows import Verdict
+from layerscope.compare.rules import Rule, parse_rules
+from layerscope.diagnose.blaming import suspects_of
+from layerscope.diagnose.confirming import confirm
+from layerscope.diagnose.evidence import evident
+from layerscope.diagnose.explaining import explain
+from layerscope.diagnose.finding import Blame, Final, Finding, Judged, called
+from layerscope.diagnose.guiding import Guidance, Guided, Place
+from layerscope.diagnose.measuring import Measured
+from layerscope.diagnose.passes import Passes, told
+from layerscope.diagnose.quantised import quantised
+from layerscope.diagnose.ranking import ranked
+from layerscope.diagnose.rows import Row, judged_rows
+from layerscope.diagnose.sides import Side
+from layerscope.diagnose.state import kept
+from layerscope.errors import Unsupported
+
+__all__ = ["diagnose"]
+
+
+def diagnose(
+    reference: nn.Module,
+    candidate: nn.Module,
+    inputs: object,
+    *,
+    backward: bool = False,
+    rules: str | PathLike[str] | Sequence[Rule] = (),
+    tell: Callable[[str], None] | None = None,
+) -> Finding:
+    """Name the module where two models that should agree part, with the cause; `root` is None when they are healthy.
+
+    `inputs` is a dict of keyword arguments, a tuple of positional ones, or one tensor; floating tensors are cast to
+    each model's dtype and device. `backward` judges gradients too, from the model's loss or the mean square of its
+    first output. `rules` declare which modules are the same, as for `compare`: text, a file, or rules.
+    """
+    for model in (reference, candidate):
+        if not isinstance(model, nn.Module):
+            raise Unsupported(f"diagnose() takes two torch.nn.Modules and their inputs; got a {type(model).__name__}.")
+    parsed = _parsed(rules)
+    say = tell or (lambda _: None)
+    with kept(reference, candidate) as restore:
+        ours = Side.of(reference, inputs, backward=backward)
+        theirs = Side.of(candidate, inputs, backward=backward)
+        say("running both models")
+        passes = Passes.begin(ours, theirs, restore, rules=parsed)
+        return _Diagnosis(passes, say).finding()
+
+
+def _parsed(rules: str | PathLike[str] | Sequence[Rule]) -> Sequence[Rule]:
+    if isinstance(rules, str) and ("\n" in rules or not Path(rules).is_file()):
+        return parse_rules(rules)
+    if isinstance(rules, (str, PathLike)):
+        return parse_rules(Path(rules).read_text("utf-8"))
+    return rules
+
+
+class _Diagnosis:
+    """One diagnosis under way."""
+
+    def __init__(self, passes: Passes, say: Callable[[str], None]) -> None:
+        self.passes = passes
+        self.say = say
+
+    def finding(self) -> Finding:
+        passes = self.passes
+        self.say("running the candidate on the reference's values")
+        guided = passes.candidate()
+        rows = self.rows(guided)
+        rows = quantised(rows, passes)
+        suspects = suspects_of(rows, passes)
+        final = self.final()
+        ours, theirs = _named(passes.ours), _named(passes.theirs)
+
+        def as_named(judged: Judged) -> Judged:
+            other = None if judged.counterpart is None else theirs[judged.counterpart]
+            return replace(judged, name=ours[judged.name], counterpart=other)
+
+        blames: list[Blame] = []
+        if suspects:
+            self.say(f"looking into {', '.join(called(s.name) for s in suspects[:3])}")
+            causes = explain(suspects, passes, guided)
+            proofs, final = confirm(suspects, passes, final)
+            for suspect, cause, proof in zip(suspects, causes, proofs, strict=True):
+                row = as_named(suspect.row.judged)
+                blames.append(Blame(ours[suspect.name], cause, row, proof.removed, proof.made))
+        ranking = ranked(rows, passes) if any(row.judged.kind == "quantised" for row in rows) else ()
+        return Finding(
+            tuple(blames),
+            tuple(as_named(row.judged) for row in rows),
+            _verdict(blames, rows, final),
+            final,
+            tuple(passes.notes),
+            tuple((ours[name], damage) for name, damage in ranking),
+        )
+
+    def rows(self, guided: Guided) -> list[Row]:
+        """Judge every call, by the floor and, where something differs from that too, by what a nudge does."""
+        passes, leniency = self.passes, 1.0
+        floor: dict[Place, Measured] = {}
+        passes.learn(guided)
+        if self.other_dtypes():
+            self.say("running the reference in the candidate's dtypes")
+            ran = passes.floor(Guidance(known=guided.measured))
+            floor = ran.measured
+            if ran.raised is not None:
+                leniency = UNKNOWN
+                passes.notes.append(
+                    f"the reference does not run in the candidate's dtypes ({told(ran.raised)}): from there on the "
+                    f"floor is an estimate, and modules are judged {UNKNOWN:.0f} times more leniently."
+                )
+        odd = {place for place, m in guided.measured.items() if not (m.equal or _same_bits(m, floor.get(place)))}
+        nudged = passes.floor(Guidance(again=NUDGE, only=odd)).measured if odd else {}
+        rows = [evident(row, passes) for row in judged_rows(passes, guided, floor, nudged, leniency=leniency)]
+        return self.randomness(rows, guided) if passes.drew else rows
+
+    def other_dtypes(self) -> bool:
+        """Tell whether the candidate computes in other dtypes than the reference."""
+        with self.passes.in_dtypes() as weights:
+            return weights or self.passes.lowered is not None
+
+    def randomness(self, rows: list[Row], guided: Guided) -> list[Row]:
+        """Tell what differs because it is drawn: it differs from itself with another seed."""
+        guilty = {row.place for row in rows if row.judged.guilty and row.place is not None}
+        if not guilty or self.passes.seed is None:
+            return rows
+        other = self.passes.candidate(Guidance(only=guilty, seed=self.passes.seed + 1)).measured
+        return [
+            replace(row, judged=replace(row.judged, kind="random", because="two runs of it differ"))
+            if row.place in guilty
+            and row.place in other
+            and not _same_bits(guided.measured[row.place], other[row.place])
+            else row
+            for row in rows
+        ]
+
+    def final(self) -> Final:
+        """Measure the candidate's output, and the reference's in the candidate's dtypes."""
+        return Final(self.passes.error, self.passes.final_floor() if self.other_dtypes() else 0.0)
+
+
+NUDGE = 1
+UNKNOWN = 4.0
+
+
+def _named(side: Side) -> dict[str, str]:
+    """Return the names that `named_modules()` gives, by those without what wrappers add."""
+    own = {id(module): name for name, module in side.model.named_modules()}
+    return {name: own.get(id(module), name) for name, module in side.modules.by_name.items()}
+
+
+def _same_bits(a: Measured, b: Measured | None) -> bool:
+    return b is not None and (a.digest, a.dtype, a.count) == (b.digest, b.dtype, b.count)
+
+
+def _verdict(blames: Sequence[Blame], rows: Sequence[Row], final: Final) -> Verdict:
+    kinds = {row.judged.kind for row in rows}
+    if blames:
+        return Verdict("differs", _sentence(blames, final))
+    if "quantised" in kinds:
+        count = sum(row.judged.kind == "quantised" for row in rows)
+        return Verdict("noise", f"{count} modules are quantised alike, and none of them stands out")
+    if kinds <= {"same", "unpaired", "unplayed"} and not final.error:
+        return Verdict("same", "every module gives the same values")
+    return Verdict("noise", "every module is within its floor")
+
+
+def _sentence(blames: Sequence[Blame], final: Final) -> str:
+    first = blames[0]
+    clauses = [f"{called(first.name)} makes the difference: {first.row.because}"]
+    if first.row.where != "output":
+        clauses[0] += f" (at the {first.row.where})"
+    if first.cause.kind != "unknown" and first.cause.because not in first.row.because:
+        clauses.append(str(first.cause))
+    if len(blames) > 1:
+        others = ", ".join(called(blame.name) for blame in blames[1:4])
+        more = f" and {len(blames) - 4} more" if len(blames) > 4 else ""
+        clauses.append(f"to blame as well: {others}{more}")
+    if final.removed is not None:
+        where = "there" if len(blames) == 1 else f"at all {len(blames)}"
+        clauses.append(f"putting the reference's output {where} removes {final.removed:.0%} of the final error")
+    return "; ".join(clauses)
