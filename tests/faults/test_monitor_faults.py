@@ -73,9 +73,11 @@ def test_kill_9_in_the_middle_of_an_epoch_loses_nothing_acknowledged(tmp_path, s
 @pytest.mark.parametrize(
     ("way", "number", "status"),
     [
-        ("trainer", signal.SIGTERM, 143),
+        ("bare", signal.SIGTERM, 143),
         ("bare", signal.SIGINT, -signal.SIGINT),
+        pytest.param("trainer", signal.SIGTERM, 143, marks=pytest.mark.stress),
         pytest.param("block", signal.SIGTERM, 143, marks=pytest.mark.stress),
+        pytest.param("finally", signal.SIGTERM, 143, marks=pytest.mark.stress),
         pytest.param("trainer", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.stress),
         pytest.param("finally", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.stress),
     ],
@@ -174,6 +176,52 @@ def test_a_folder_that_becomes_read_only_or_a_file_never_stops_the_training(tmp_
     assert trained(watched, monitor, between=replace) == trained(net(), None)
     assert "could not be saved" in caplog.text
     assert (tmp_path / "out").read_text() == "a file"
+
+
+EPOCH = """
+import sys, torch
+from growing import growth
+from layerscope.monitor import Monitor
+
+torch.set_num_threads(1)
+folder, batches, budget = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+model = torch.nn.Sequential(torch.nn.Identity())
+monitor = Monitor(model, {"0": {"record_type": "epoch_full"}}, [0, 1], folder, budget=budget << 20)
+
+def epoch(number, batches):
+    monitor.set_epoch(number)
+    for n in range(batches):
+        monitor.set_batch_idx(n)
+        model(torch.full((1024, 1024), float(n)))
+    return monitor.save_epoch_outputs()
+
+epoch(0, 1)
+[path], grown = growth(lambda: epoch(1, batches))
+output = torch.load(path, weights_only=True, mmap=True)["output"]
+assert output.shape == (1024 * batches, 1024)
+assert output[::1024, 7].tolist() == list(range(batches))
+monitor.remove_hooks()
+print(grown)
+"""
+
+
+def megabytes_grown(folder: Path, *, batches: int, budget: int) -> int:
+    """Save an epoch of 4 MiB batches in another process; return by how many MB that grew meanwhile."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SCRIPT.parents[1], *sys.path)))}
+    command = [sys.executable, "-c", EPOCH, str(folder), str(batches), str(budget)]
+    return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is sampled in /proc")
+def test_saving_an_epoch_takes_the_memory_of_the_budget_and_not_of_the_epoch(tmp_path):
+    assert megabytes_grown(tmp_path / "small", batches=32, budget=16) < 64
+    assert megabytes_grown(tmp_path / "large", batches=32, budget=1024) > 100  # the check can fail
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is sampled in /proc")
+def test_saving_a_gibibyte_takes_the_memory_of_the_budget(tmp_path):
+    assert megabytes_grown(tmp_path, batches=256, budget=64) < 128
 
 
 def resident() -> int:

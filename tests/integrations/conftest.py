@@ -62,6 +62,19 @@ def recorded():
 
 
 @pytest.fixture
+def assert_samples_noted():
+    """Check that every record's note has the numbers of the samples that went through it."""
+
+    def check(monitor, count):
+        entries = list(monitor.run.records())
+        assert len(entries) == count
+        for entry in entries:
+            assert entry.note == {"sample_indices": [int(x) for x in entry.tensor().flatten()]}
+
+    return check
+
+
+@pytest.fixture
 def assert_same():
     def check(found, expected):
         assert list(found) == list(expected)

@@ -1,11 +1,17 @@
 """A plain loop with Accelerate: what is recorded is what was trained on, under the plain model's names."""
 
+import os
+import socket
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from asserts import assert_no_hooks_left
+from layerscope import open_run
 
 
 @pytest.fixture
@@ -85,6 +91,18 @@ def test_what_was_skipped_counts(model, prepared, full, recorded, assert_same):
     assert_same(recorded(monitor), dict(zip([(3, 2), (3, 3), (3, 4)], model.trained, strict=True)))
 
 
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_the_samples_of_each_batch_are_noted(model, prepared, full, assert_samples_noted, skipped):
+    from accelerate import skip_first_batches
+
+    from layerscope.integrations.accelerate import batches
+
+    accelerator, wrapped, optimizer, loader = prepared()
+    with full(model, [0]) as monitor:
+        train(accelerator, wrapped, optimizer, batches(skip_first_batches(loader, skipped), monitor, epoch=0))
+    assert_samples_noted(monitor, 5 - skipped)
+
+
 def test_an_epoch_that_is_left_early_is_saved(model, prepared, full, tmp_path):
     from layerscope.integrations.accelerate import batches
 
@@ -98,6 +116,70 @@ def test_an_epoch_that_is_left_early_is_saved(model, prepared, full, tmp_path):
     assert torch.equal(saved["output"], torch.cat(model.trained))
     monitor.remove_hooks()
     assert_no_hooks_left(model)
+
+
+RANK = """
+import sys, torch
+from accelerate import Accelerator
+from integrations.conftest import Remembering
+from layerscope.integrations.accelerate import batches
+from layerscope.monitor import Monitor
+
+torch.set_num_threads(1)
+accelerator = Accelerator(cpu=True)
+samples = [torch.tensor([float(i)]) for i in range(10)]
+model = Remembering()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True)
+wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+assert type(wrapped).__name__ == "DistributedDataParallel"
+assert torch.distributed.get_backend() == "gloo"
+layers = {"seen": {"record_type": "epoch_full"}, "lin": {"alias": "line", "record_type": "epoch_full"}}
+with Monitor(accelerator.unwrap_model(wrapped), layers, [0, 1], sys.argv[1]) as monitor:
+    for epoch in range(2):
+        for batch in batches(loader, monitor, epoch=epoch):
+            accelerator.backward(wrapped(batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+torch.save(model.trained, f"{sys.argv[1]}/trained-{accelerator.process_index}.pt")
+accelerator.end_training()
+"""
+
+
+def test_two_processes_record_what_each_trained_on_in_folders_of_their_own(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path)],
+            env={**os.environ, **world, "PYTHONPATH": paths, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    run = open_run(tmp_path / "run")
+    assert [str(point) for point in run.points] == ["seen:output", "lin:output"]
+    both = []
+    for rank in range(2):
+        trained = torch.load(tmp_path / f"trained-{rank}.pt", weights_only=True)
+        both += trained[: len(trained) // 2]
+        records = list(run.records("seen", rank=rank))
+        places = [(r.moment.epoch, r.moment.batch) for r in records]
+        assert places == [(e, b) for e in (0, 1) for b in range(len(trained) // 2)]
+        for record, batch in zip(records, trained, strict=True):
+            assert torch.equal(record.tensor(), batch)
+            assert record.note == {"sample_indices": batch.flatten().int().tolist()}
+        folder = tmp_path if rank == 0 else tmp_path / "rank-00001"
+        saved = torch.load(folder / "epoch_0_000.pt", weights_only=True)
+        assert torch.equal(saved["output"], torch.cat(trained[: len(trained) // 2]))
+    assert set(torch.cat(both).flatten().tolist()) == set(map(float, range(10)))  # together, everything
 
 
 class Frames:

@@ -1,6 +1,8 @@
 """MonitorCallback inside transformers' Trainer: what is recorded is what was trained on, under the right numbers."""
 
+import gc
 import math
+import threading
 from functools import partial
 
 import pytest
@@ -110,6 +112,47 @@ def test_a_resumed_run_goes_on_with_the_right_epoch_and_batch(
     assert_same(recorded(monitor), {key: value for key, value in everything.items() if key >= first})
 
 
+@pytest.mark.parametrize(("together", "workers"), [(1, 0), (2, 0), (1, 2)])
+def test_the_samples_of_each_batch_are_noted(
+    model, trainer, callback, full, assert_samples_noted, together, workers, tmp_path
+):
+    monitor = full(model, [0, 1])
+    training = trainer(
+        model,
+        callback(monitor),
+        gradient_accumulation_steps=together,
+        dataloader_num_workers=workers,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    training.train()
+    assert_samples_noted(monitor, 10)
+    item = torch.load(tmp_path / "out" / "epoch_1_000.pt", weights_only=True)
+    assert [n for batch in item["sample_indices"] for n in batch] == item["output"].flatten().int().tolist()
+
+
+def test_the_samples_are_noted_after_a_checkpoint_too(model, trainer, callback, full, assert_samples_noted):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    whole = trainer(model, **settings)
+    whole.train()
+    monitor = full(model, [0, 1])
+    trainer(model, callback(monitor), **settings).train(f"{whole.args.output_dir}/checkpoint-7")
+    assert_samples_noted(monitor, 3)
+
+
+def test_the_loader_has_its_own_sampler_back(model, trainer, callback, full):
+    from transformers import TrainerCallback
+
+    class Watching(TrainerCallback):
+        def on_train_begin(self, args, state, control, **said):
+            self.loader = said["train_dataloader"]
+            self.sampler = self.loader.batch_sampler
+
+    watching = Watching()
+    trainer(model, watching, callback(full(model, [0]))).train()  # who comes first sees the loader as it was
+    assert watching.loader.batch_sampler is watching.sampler
+
+
 def test_an_epoch_that_is_stopped_early_is_saved(model, trainer, callback, full, recorded, assert_same, tmp_path):
     from transformers import TrainerCallback
 
@@ -152,6 +195,50 @@ def test_an_exception_ends_the_watching_and_goes_on(model, trainer, callback, fu
     assert_no_hooks_left(model)
     saved = torch.load(tmp_path / "out" / "epoch_0_000.pt", weights_only=True)
     assert torch.equal(saved["output"], torch.cat(model.trained))
+
+
+def failing(model):
+    """Have the fourth training forward fail."""
+
+    def fail(module, given):
+        if len(model.trained) == 4:
+            raise ZeroDivisionError("planted")
+
+    return model.lin.register_forward_pre_hook(fail)
+
+
+def test_without_a_block_a_training_that_fails_is_saved_when_the_model_goes(trainer, callback, full, tmp_path):
+    from integrations.conftest import Remembering
+
+    def train():
+        model = Remembering()
+        failing(model)
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            trainer(model, callback(full(model, [0]))).train()
+        return torch.cat(model.trained)
+
+    trained = train()
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "layerscope-saving":
+            thread.join()
+    saved = torch.load(tmp_path / "out" / "epoch_0_000.pt", weights_only=True)
+    assert torch.equal(saved["output"], trained)
+
+
+def test_without_a_block_a_training_that_fails_is_saved_when_the_next_begins(model, trainer, callback, full, tmp_path):
+    watching = callback(full(model, [0]))
+    planted = failing(model)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        trainer(model, watching).train()
+    failed = torch.cat(model.trained)
+    planted.remove()
+    model.calls.clear()
+    trainer(model, watching, num_train_epochs=1).train()
+    first, second = (torch.load(tmp_path / "out" / f"epoch_0_{n:03d}.pt", weights_only=True) for n in (0, 1))
+    assert torch.equal(first["output"], failed)
+    assert torch.equal(second["output"], torch.cat(model.trained))
+    assert_no_hooks_left(model)
 
 
 class Frames:

@@ -1,6 +1,8 @@
 """MonitorCallback inside Lightning's Trainer: what is recorded is what was trained on, under the right numbers."""
 
 import math
+import os
+import signal
 from functools import partial
 
 import pytest
@@ -114,6 +116,32 @@ def test_batches_are_the_loaders_when_gradients_accumulate(model, fit, callback,
     assert_same(recorded(monitor), numbered(model.trained, epochs=[0, 1], each=5))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_samples_of_each_batch_are_noted(model, samples, fit, callback, full, assert_samples_noted, workers):
+    monitor = full(model, [0, 1])
+    before = torch.utils.data.DataLoader.__iter__
+    loader = torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True, num_workers=workers)
+    fit(callback(monitor), loader=loader, validates=True, val_check_interval=2)
+    assert_samples_noted(monitor, 10)
+    assert torch.utils.data.DataLoader.__iter__ is before
+
+
+def test_sigterm_stays_lightnings(model, fit, callback, full, tmp_path):
+    from lightning.pytorch import Callback
+
+    class Killed(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        fit(callback(full(model, [0])), Killed())
+    assert len(model.trained) == 3  # the batch under way is trained on
+    saved = torch.load(tmp_path / "out" / "epoch_0_000.pt", weights_only=True)
+    assert torch.equal(saved["output"], torch.cat(model.trained))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_validation_and_sanity_checks_pass_unrecorded(model, fit, callback, full, recorded, assert_same):
     monitor = full(model, [0, 1])
     fit(callback(monitor), validates=True, val_check_interval=2)
@@ -217,3 +245,24 @@ def test_a_rule_that_says_stop_stops_the_trainer(model, module, fit, callback):
     assert len(model.trained) < 10
     assert follow.watches[0].alarms[0].point.name == "net.seen"
     assert_no_hooks_left(module)
+
+
+def test_stop_comes_before_the_weights_are_moved_and_gradients_are_the_steps_own(model, module, fit, callback):
+    from lightning.pytorch import Callback
+
+    from layerscope.monitor import watch
+
+    class Weights(Callback):
+        def on_train_batch_start(self, trainer, module, *_):
+            before.append(model.lin.weight.detach().clone())
+
+    before, gradients, sink = [], [], Frames()
+    model.lin.weight.register_hook(lambda gradient: gradients.append(gradient.item()))
+    follow = callback(partial(watch, parameters=True, rules=["exploding(limit=5.5, action=stop)"], sinks=[sink]))
+    with pytest.raises(Stopped, match="exploding"):
+        fit(follow, Weights())
+    assert torch.equal(model.lin.weight.detach(), before[-1])
+    if len(before) > 1:
+        assert not torch.equal(before[0], before[-1])
+    found = [p.gradient.mean for frame in sink.frames for p in frame.parameters if p.name == "net.lin.weight"]
+    assert found == pytest.approx(gradients)

@@ -100,3 +100,25 @@ def test_the_missing_library_is_named_with_its_install_line(without, tmp_path):
     without("pyarrow")
     with pytest.raises(MissingExtra, match=r"pip install 'layerscope\[parquet\]'"):
         Parquet(tmp_path)
+
+
+def test_rows_that_the_disk_refused_come_with_the_next_and_memory_does_not_fill(frames, tmp_path):
+    folder = tmp_path / "rows.parquet"
+    sink = Parquet(folder, seconds=0, rows=20)
+    folder.rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(OSError, match="No such file"):
+            sink.write(frames[0][0])
+    (tmp_path / "away").rename(folder)
+    sink.close()
+    assert len(read(folder)) == 10
+    sink = Parquet(folder, seconds=0, rows=20, append=True)
+    folder.rename(tmp_path / "away")
+    for _ in range(50):
+        with pytest.raises(OSError, match="No such file"):
+            sink.write(frames[0][0])
+        assert sum(batch.num_rows for batch in sink._batches) < 20
+    (tmp_path / "away").rename(folder)
+    sink.write(frames[1][0])
+    sink.close()
+    assert 15 <= len(read(folder)) < 30

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from layerscope.errors import MissingExtra
-from layerscope.integrations.progress import Progress
+from layerscope.integrations.progress import Progress, samples_of
 
 try:
     from accelerate.state import GradientState
@@ -34,17 +34,24 @@ Batch = TypeVar("Batch")
 def batches(loader: Iterable[Batch], *watchers: Monitor | Watch, epoch: int) -> Iterator[Batch]:
     """Yield the batches of an epoch, each named before it is handed out; the epoch is saved when the loop ends.
 
-    What `accelerate.skip_first_batches` skipped counts, so that a resumed epoch goes on with the right number. Between
-    one epoch and the next nothing is recorded.
+    What `accelerate.skip_first_batches` skipped counts, so that a resumed epoch goes on with the right number. The
+    sample indices are recorded where the loader's sampler gives them. Between one epoch and the next nothing is.
     """
     progress = Progress(*watchers)
     gradients = GradientState()
-    try:
-        for number, batch in enumerate(loader, _skipped(loader)):
-            progress.batch(epoch=epoch, batch=number, within=not gradients.sync_gradients)
-            yield batch
-    finally:
-        progress.epoch_done()
+    skipped = _skipped(loader)
+    with samples_of(loader) as drawn:
+        try:
+            for number, batch in enumerate(loader):
+                progress.batch(
+                    epoch=epoch,
+                    batch=skipped + number,
+                    within=not gradients.sync_gradients,
+                    samples=None if drawn is None else drawn.of(number),
+                )
+                yield batch
+        finally:
+            progress.epoch_done()
 
 
 def _skipped(loader: object) -> int:

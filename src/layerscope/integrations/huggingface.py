@@ -5,19 +5,22 @@
         Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
 
 Epochs count from 0. A batch is one of the loader's: with gradient accumulation, several make one optimizer step.
-Evaluations pass unrecorded, and a run that is resumed from a checkpoint goes on where it was. The Trainer tells its
-callbacks when it has ended, but not when it has failed; the `with` block ends the watching either way.
+Evaluations pass unrecorded, and a run that is resumed from a checkpoint goes on where it was. The indices of a batch's
+samples are recorded where the loader's sampler gives them. The Trainer tells its callbacks when it has ended, but not
+when it has failed; the `with` block ends the watching either way. Without it, what a Monitor saw is saved when the
+process ends, when the model goes, or when the next training begins.
 
     MonitorCallback(partial(watch, rules=[nonfinite(action="stop")]))     # a Watch, made of the Trainer's optimizer
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from layerscope.errors import MissingExtra
-from layerscope.integrations.progress import Progress, Watcher
+from layerscope.integrations.progress import Progress, Watcher, samples_of
 
 try:
     from transformers.trainer_callback import TrainerCallback
@@ -26,6 +29,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from layerscope.monitor import Watch
+    from layerscope.monitor.loaders import Drawn
 
 __all__ = ["MonitorCallback"]
 
@@ -37,6 +41,8 @@ class MonitorCallback(TrainerCallback):
         self._progress = Progress(*watchers)
         self._epoch = 0
         self._batch = 0
+        self._loader = ExitStack()  # with its sampler as it was
+        self._drawn: Drawn | None = None
 
     @property
     def watches(self) -> list[Watch]:
@@ -49,21 +55,24 @@ class MonitorCallback(TrainerCallback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._loader.close()
         self._progress.finish(error)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **said: Any) -> None:
         """Begin where the Trainer begins: at the start, or behind a checkpoint."""
         self._epoch, self._batch = _first_batch(args, state, said["train_dataloader"])
+        self._loader.close()
+        self._drawn = self._loader.enter_context(samples_of(said["train_dataloader"]))
         self._progress.start(said["model"], said["optimizer"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **said: Any) -> None:
         """Name the first batch of an optimizer step."""
-        self._progress.batch(epoch=self._epoch, batch=self._batch, step=state.global_step)
+        self._name_batch(state)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **said: Any) -> None:
         """Name the next batch of the same optimizer step: no evaluation comes in between."""
         self._batch += 1
-        self._progress.batch(epoch=self._epoch, batch=self._batch, step=state.global_step, within=True)
+        self._name_batch(state, within=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **said: Any) -> None:
         """Rest until the next step: an evaluation may come."""
@@ -77,7 +86,14 @@ class MonitorCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **said: Any) -> None:
         """Let go of the model."""
+        self._loader.close()
         self._progress.finish()
+
+    def _name_batch(self, state: Any, *, within: bool = False) -> None:
+        samples = None if self._drawn is None else self._drawn.of(self._batch)
+        self._progress.batch(
+            epoch=self._epoch, batch=self._batch, step=state.global_step, within=within, samples=samples
+        )
 
 
 def _first_batch(args: Any, state: Any, loader: Any) -> tuple[int, int]:

@@ -77,6 +77,7 @@ class Parquet:
         self._seconds = seconds
         self._most = rows
         self._batches: list[Any] = []  # of the last file
+        self._whole = True  # whether the file has them all
         self._fresh: list[dict[str, Any]] = []
         self._written = time.monotonic()
 
@@ -95,8 +96,10 @@ class Parquet:
         """Have every row on disk."""
         if self._fresh:
             self._batches.append(self._arrow.RecordBatch.from_pylist(self._fresh, schema=self._schema))
-            self._fresh = []
+            self._fresh, self._whole = [], False
+        if not self._whole:
             self._put()
+            self._whole = True
         self._written = time.monotonic()
 
     def close(self) -> None:
@@ -106,10 +109,12 @@ class Parquet:
     def _add(self, rows: Iterator[Mapping[str, Any]]) -> None:
         self._fresh.extend(dict(row) for row in rows)
         full = sum(batch.num_rows for batch in self._batches) + len(self._fresh) >= self._most
-        if full or time.monotonic() - self._written >= self._seconds:
-            self.flush()
-        if full:
-            self._part, self._batches = self._part + 1, []
+        try:
+            if full or time.monotonic() - self._written >= self._seconds:
+                self.flush()
+        finally:
+            if full:  # what the disk did not take by now is lost: memory must not fill instead
+                self._part, self._batches, self._whole = self._part + 1, [], True
 
     def _put(self) -> None:
         table = self._arrow.Table.from_batches(self._batches, self._schema).combine_chunks()

@@ -3,6 +3,7 @@
 progress = Progress(monitor)               # nothing is recorded from here on ...
 progress.start(model, optimizer)
 progress.batch(epoch=0, batch=3, step=3)   # ... but the batches that are named, as they are named
+samples_of(loader)                         # which samples are in each of its batches, while the block lasts
 progress.rest()                            # what follows is no training: an evaluation
 progress.epoch_done()
 progress.finish()
@@ -10,15 +11,17 @@ progress.finish()
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from layerscope.monitor import Monitor, Watch
+from layerscope.monitor.loaders import Drawn, remembering
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Progress", "Watcher"]
+__all__ = ["Progress", "Watcher", "samples_of"]
 
 Watcher: TypeAlias = "Monitor | Watch | Callable[[torch.nn.Module, torch.optim.Optimizer], Watch]"
 
@@ -51,8 +54,16 @@ class Progress:
             self.watches.append(watch)
         self.rest()
 
-    def batch(self, *, epoch: int, batch: int, step: int | None = None, within: bool = False) -> None:
-        """Name the batch that is about to be trained on.
+    def batch(
+        self,
+        *,
+        epoch: int,
+        batch: int,
+        step: int | None = None,
+        within: bool = False,
+        samples: Iterable[int] | None = None,
+    ) -> None:
+        """Name the batch that is about to be trained on, and the samples in it where they are known.
 
         A Watch is told of steps of the optimizer: `step` is the number of this one, and `within` says that it has begun
         with an earlier batch.
@@ -60,19 +71,25 @@ class Progress:
         for monitor in self.monitors:
             if epoch != self._epoch:
                 monitor.set_epoch(epoch)
+            monitor.note_samples(samples)
             monitor.set_batch_idx(batch)
         for watch in self.watches:
             if not within or epoch != self._epoch:
                 watch.moment(epoch=epoch, step=step, batch=batch)
-            watch.recording.resume()
+            watch.resume()
         self._epoch = epoch
+
+    def judge(self) -> None:
+        """Have the rules that say stop look, before the optimizer takes its step; raises Stopped."""
+        for watch in self.watches:
+            watch.judge()
 
     def rest(self) -> None:
         """Let pass what is not training."""
         for monitor in self.monitors:
             monitor.pause()
         for watch in self.watches:
-            watch.recording.pause()
+            watch.pause()
 
     def epoch_done(self) -> None:
         """Save what the epoch left."""
@@ -92,3 +109,13 @@ class Progress:
             watch.__exit__(
                 None if error is None else type(error), error, None if error is None else error.__traceback__
             )
+
+
+def samples_of(loader: Any) -> AbstractContextManager[Drawn | None]:
+    """Have a loader's sampler remember what is drawn, until the block ends; None where it cannot be known.
+
+    Accelerate keeps torch's loader inside its own; its dispatcher draws on one process for all of them.
+    """
+    if any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__):
+        return nullcontext()
+    return remembering(getattr(loader, "base_dataloader", loader))

@@ -15,7 +15,7 @@ import torch
 
 from layerscope.points import Moment, Point
 
-__all__ = ["Capture", "Fetch", "Held", "held_in", "mapped", "shape_of"]
+__all__ = ["Capture", "Column", "Fetch", "Held", "Pieces", "held_in", "mapped", "shape_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +31,20 @@ class Held:
 
 
 Fetch = Callable[[Held], torch.Tensor]
+Pieces = Callable[[Held], Iterator[torch.Tensor]]  # the same values in row-major order, flat, to be read and let go
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """One tensor of an epoch: those of its batches, one behind the other along dimension 0."""
+
+    parts: tuple[Held, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of every part."""
+        return self.parts[0].dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +110,7 @@ def shape_of(value: Any) -> Any:
     >>> shape_of((torch.zeros(2, 3), None))
     [[2, 3], None]
     """
-    if isinstance(value, (torch.Tensor, Held)):
+    if isinstance(value, (torch.Tensor, Held, Column)):
         return list(value.shape)
     if isinstance(value, (tuple, list)):
         return [shape_of(child) for child in value]

@@ -11,25 +11,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from layerscope.monitor.units import unit_axis
 from layerscope.points import Moment, Point
 from layerscope.recorder.copying import plain
 from layerscope.rules import Alarm, Frame, ParameterReading, Reading
 from layerscope.schedules import Schedule
 from layerscope.stats import Summary
 
-__all__ = ["Frame", "Gathering", "ParameterReading", "Reading", "Sink"]
+__all__ = ["Frame", "Gathering", "ParameterReading", "Reading", "Sight", "Sink"]
 
 _Statistics = Summary | Callable[[], Summary]
 
-_IMAGE = 4  # axes from which on the second is the units'
-
 
 class Sink(Protocol):
-    """Where frames and alarms go: TensorBoard, a table, a list. What it raises is said once and stops nothing."""
+    """Where frames and alarms go: TensorBoard, a table, a list. What it raises stops nothing: see `Outlet`."""
 
     def write(self, frame: Frame) -> None:
         """Take a whole frame."""
@@ -41,22 +40,42 @@ class Sink(Protocol):
         """Write out what is held back; nothing comes after."""
 
 
+class Sight(NamedTuple):
+    """One tensor as it was seen, while the model may still go on with it."""
+
+    point: Point
+    moment: Moment
+    tensor: torch.Tensor
+    version: int
+    summary: _Statistics
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody has changed it in place since."""
+        return self.tensor._version == self.version
+
+
 class Gathering:
     """The frame under way. What arrives for a later step makes it whole; what arrives for an earlier one is let go.
 
-    `units` asks which units of each output were active; `images` are the points whose maps are kept, when `look` says
-    so; `bounds` are the ranges of modules by name; `ended` is told a frame that a later step made whole.
+    `units`, the axis of each module's units where that is known, asks which of them were active; `images` are the
+    points whose maps are kept, when `look` says so; `bounds` are the ranges of modules by name; `ended` is told a frame
+    that a later step made whole. As long as `holds` is set, a frame's tensors are kept alive, and are in `sights` once
+    it is whole.
     """
 
     def __init__(
         self,
         *,
         ended: Callable[[Frame], None],
-        units: bool = False,
+        units: Mapping[str, int] | None = None,
         images: Collection[Point] = (),
         look: Schedule | None = None,
         bounds: Mapping[str, tuple[float, float]] | None = None,
+        holds: bool = False,
     ) -> None:
+        self.holds = holds
+        self.sights: list[Sight] = []
         self._ended = ended
         self._units = units
         self._images = frozenset(images)
@@ -83,9 +102,12 @@ class Gathering:
             else:
                 known.append(summary)
         if before is not None:
+            self.sights = before.sights
             self._ended(before.frame(self._bounds))
-        if self._units and point.side == "output":
-            under_way.note_active(point, tensor, summary)
+        if self.holds and not tensor.is_inference():
+            under_way.sights.append(Sight(point, moment, tensor.detach(), tensor._version, summary))
+        if self._units is not None and point.side == "output":
+            under_way.note_active(point, tensor, summary, self._units.get(point.name))
         if point in self._images and (self._look is None or self._look(moment)):
             under_way.images[str(point)] = _first_sample(tensor)
 
@@ -94,6 +116,7 @@ class Gathering:
         with self._lock:
             done, self._open, self._same = self._open, None, None
         if done is not None:
+            self.sights = done.sights
             return done.frame(self._bounds, parameters)
         return Frame(at, (), parameters) if parameters and at is not None else None
 
@@ -113,13 +136,15 @@ class Gathering:
 class _Open:
     """A frame that is not whole yet; numbers may still have to come from a device."""
 
-    __slots__ = ("active", "found", "images", "moment")
+    __slots__ = ("_laid", "active", "found", "images", "moment", "sights")
 
     def __init__(self, moment: Moment) -> None:
+        self._laid: tuple[torch.Size, int] | None = None  # the last output's shape, and where its units are
         self.moment = moment
         self.found: dict[Point, list[_Statistics]] = {}
         self.active: dict[Point, torch.Tensor] = {}
         self.images: dict[str, torch.Tensor] = {}
+        self.sights: list[Sight] = []
 
     def frame(self, bounds: Mapping[str, tuple[float, float]], parameters: tuple[ParameterReading, ...] = ()) -> Frame:
         readings = []
@@ -132,11 +157,12 @@ class _Open:
             readings.append(Reading(point, summary, None if active is None else active.cpu(), bounded))
         return Frame(self.moment, tuple(readings), parameters, self.images)
 
-    def note_active(self, point: Point, tensor: torch.Tensor, summary: _Statistics) -> None:
+    def note_active(self, point: Point, tensor: torch.Tensor, summary: _Statistics, told: int | None) -> None:
         """Note which units were other than zero; a tensor with few zeros has no silent unit, and is not read again."""
         if tensor.dim() < 2 or not tensor.is_floating_point() or not tensor.numel():
             return
-        axis = 1 if tensor.dim() >= _IMAGE else tensor.dim() - 1
+        axis = unit_axis(tensor.shape, told, self._laid)
+        self._laid = tensor.shape, axis
         units = tensor.shape[axis]
         if tensor.device.type == "cpu" and _now(summary).zeros < tensor.numel() // units:
             active = torch.ones(1, dtype=torch.bool).expand(units)

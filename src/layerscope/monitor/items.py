@@ -5,13 +5,13 @@
 
 An item is a dict with `epoch, batch_idx, layer, alias, output_shape, output`. `torch.load(..., weights_only=True)` and
 `layerscope.open_run` read it. As numpy it is an array (`.npy`, or `.npz` for several) and the rest as JSON beside it.
+A whole epoch is written by `streaming.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
@@ -20,20 +20,19 @@ import numpy as np
 import torch
 
 from layerscope.errors import BadText, Unsupported
-from layerscope.monitor.captures import Capture, Fetch, Held, held_in, mapped
-from layerscope.points import leaf_text
+from layerscope.monitor.captures import Capture, Fetch
+from layerscope.points import Leaf, leaf_text
 from layerscope.runtimes.values import leaves
-from layerscope.stats import summarize
 from layerscope.store.layouts.files import Batch, numpy_dtype, opened, write_json, write_pt
-from layerscope.store.layouts.statistics import described
 
 __all__ = [
     "Format",
     "Outputs",
-    "joined",
+    "array",
+    "keyed",
+    "member_name",
     "next_number",
     "own_path",
-    "statistics",
     "write_custom",
     "write_item",
 ]
@@ -64,86 +63,9 @@ class Outputs(Mapping[tuple[int, int], Any]):
     def __repr__(self) -> str:
         return f"Outputs({', '.join(map(str, self._captures))})"
 
-
-# A whole epoch --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def joined(captures: Sequence[Capture], fetch: Fetch, *, room: int, beside: Path) -> Iterator[Any]:
-    """Join the outputs of an epoch's batches along dimension 0, tensor by tensor; a list of them where that cannot be.
-
-    What is larger than `room` bytes is put together in a file beside the item, and mapped while the block lasts.
-    """
-    trees = [capture.tree for capture in captures]
-    if not trees or not all(_alike(trees[0], tree) for tree in trees[1:]):
-        yield [capture.output(fetch) for capture in captures]
-        return
-    columns = list(zip(*(list(held_in(tree)) for tree in trees), strict=True))
-    place = {id(column[0]): number for number, column in enumerate(columns)}
-    in_memory = sum(capture.nbytes for capture in captures) <= room
-    with contextlib.ExitStack() as stack:
-
-        def join(first: Held) -> torch.Tensor:
-            column = columns[place[id(first)]]
-            if in_memory:
-                return _in_memory(column, fetch)
-            return stack.enter_context(_on_disk(column, fetch, beside.with_name(f"{beside.name}{place[id(first)]}")))
-
-        yield mapped(trees[0], join)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two outputs have the same structure, with tensors that can be joined along dimension 0."""
-    if isinstance(one, Held) and isinstance(other, Held):
-        dimensions = len(one.shape) == len(other.shape)
-        return dimensions and one.dtype == other.dtype and one.shape[1:] == other.shape[1:]
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
-    return bool(one == other)
-
-
-def _shape(column: Sequence[Held]) -> tuple[int, ...]:
-    # A number per batch (a loss) makes a row of numbers.
-    return sum(held.shape[0] if held.shape else 1 for held in column), *column[0].shape[1:]
-
-
-def _in_memory(column: Sequence[Held], fetch: Fetch) -> torch.Tensor:
-    whole, at = torch.empty(_shape(column), dtype=column[0].dtype, device="cpu"), 0
-    for held in column:
-        rows = held.shape[0] if held.shape else 1
-        whole[at : at + rows] = fetch(held)
-        at += rows
-    return whole
-
-
-@contextlib.contextmanager
-def _on_disk(column: Sequence[Held], fetch: Fetch, path: Path) -> Iterator[torch.Tensor]:
-    """Write the values one batch after the other and map the file; written, never through the mapping."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with opened(path) as out:
-            for held in column:
-                out.write(fetch(held).reshape(-1).view(torch.uint8).numpy().data)
-        shape, whole = _shape(column), torch.empty(0, dtype=column[0].dtype, device="cpu")
-        if count := math.prod(shape):
-            storage: Any = torch.UntypedStorage.from_file(str(path), False, count * whole.itemsize)
-            whole = whole.set_(storage, 0, (count,), (1,))
-        yield whole.view(shape)
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def statistics(output: Any) -> Any:
-    """Return the statistics of each tensor in the structure of the output, as plain numbers."""
-    if isinstance(output, torch.Tensor):
-        return described(summarize(output, level="moments"))
-    if isinstance(output, (tuple, list)):
-        return [statistics(child) for child in output]
-    return {key: statistics(child) for key, child in output.items()} if isinstance(output, dict) else None
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be copied and saved as a dict of the outputs, of the kind that `torch.load(..., weights_only=True)` knows."""
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 # Files ----------------------------------------------------------------------------------------------
@@ -167,7 +89,7 @@ def write_item(folder: Path, stem: str, item: Mapping[str, Any], *, format: Form
             return folder / f"{stem}.pt"
         name, dtypes = _write_arrays(batch, stem, item["output"])
         said = {key: value for key, value in item.items() if key != "output"}
-        write_json(batch.new(f"{stem}.json"), _keyed({**said, "dtype": dtypes, "file": name}))
+        write_json(batch.new(f"{stem}.json"), keyed({**said, "dtype": dtypes, "file": name}))
         return folder / name
 
 
@@ -175,29 +97,35 @@ def _write_arrays(batch: Batch, stem: str, output: Any) -> tuple[str, Any]:
     """Write an output as numpy's files have it; return the file's name and the dtypes the tensors had."""
     if isinstance(output, torch.Tensor):
         with opened(batch.new(f"{stem}.npy")) as out:
-            np.save(out, _array(output), allow_pickle=False)
+            np.save(out, array(output), allow_pickle=False)
         return f"{stem}.npy", _name(output)
-    found = {leaf_text(leaf)[1:-1].replace("][", "."): tensor for leaf, tensor in leaves(output)}
+    found = {member_name(leaf): tensor for leaf, tensor in leaves(output)}
     with opened(batch.new(f"{stem}.npz")) as out:
-        arrays: dict[str, Any] = {key: _array(tensor) for key, tensor in found.items()}
+        arrays: dict[str, Any] = {key: array(tensor) for key, tensor in found.items()}
         np.savez(out, allow_pickle=False, **arrays)
     return f"{stem}.npz", {key: _name(tensor) for key, tensor in found.items()}
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = tensor.to(getattr(torch, numpy_dtype(_name(tensor)))).numpy()
-    return array
+def member_name(leaf: Leaf) -> str:
+    """Return what a part of an output is called in an `.npz`."""
+    return leaf_text(leaf)[1:-1].replace("][", ".")
+
+
+def array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor as numpy's files have it: wider where numpy has no such dtype."""
+    values: np.ndarray[Any, Any] = tensor.to(getattr(torch, numpy_dtype(_name(tensor)))).numpy()
+    return values
 
 
 def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _keyed(value: Any) -> Any:
+def keyed(value: Any) -> Any:
     """Return a value with the texts for keys that JSON wants."""
     if isinstance(value, Mapping):
-        return {str(key): _keyed(child) for key, child in value.items()}
-    return [_keyed(child) for child in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): keyed(child) for key, child in value.items()}
+    return [keyed(child) for child in value] if isinstance(value, (list, tuple)) else value
 
 
 # What users save themselves -------------------------------------------------------------------------
@@ -224,7 +152,7 @@ def write_custom(path: Path, value: Any) -> None:
         if not isinstance(value, torch.Tensor):
             raise Unsupported(f"{path.name} would hold a {type(value).__name__}; a .npy file holds one array")
         with opened(beside) as out:
-            np.save(out, _array(value), allow_pickle=False)
+            np.save(out, array(value), allow_pickle=False)
 
 
 def _plain(value: Any) -> Any:

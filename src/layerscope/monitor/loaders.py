@@ -4,6 +4,8 @@
         train(model)
     for batch in Followed(loader, follower):    # this one
         ...
+    with remembering(loader) as drawn:          # for somebody who counts the batches himself
+        drawn.of(3)
 
 The follower hears of each batch before the loop's body does. What a pass yields, and in which order, is unchanged.
 """
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from typing import Any, Protocol, final
 
 from torch.utils.data import DataLoader
 
-__all__ = ["Followed", "Follower", "Pass", "following"]
+__all__ = ["Drawn", "Followed", "Follower", "Pass", "following", "remembering"]
 
-# Index lists that may wait between the sampler and the loop: workers fetch a few batches ahead.
-_AHEAD = 1 << 14
+# Index lists that are remembered between the sampler and the loop: workers and training loops fetch batches ahead.
+_AHEAD = 1 << 10
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +36,17 @@ class Pass:
 
     loader: Callable[[], Any]
     dataset: Callable[[], Any]
+    drawn: Drawn | None = None
     index: int = -1
-    samples: tuple[int, ...] | None = None
+
+    @property
+    def samples(self) -> tuple[int, ...] | None:
+        """Those in the batch that was yielded last."""
+        return self.of(self.index)
+
+    def of(self, batch: int) -> tuple[int, ...] | None:
+        """Return the samples in a batch of the pass; None where nobody knows."""
+        return None if self.drawn is None else self.drawn.of(batch)
 
 
 class Follower(Protocol):
@@ -111,8 +121,8 @@ class _Following:
 
     def __init__(self, loader: Any, follower: Follower, begin: Callable[[Any], Iterator[Any]]) -> None:
         self._follower = follower
-        self._pass = Pass(_weak(loader), _weak(getattr(loader, "dataset", None)))
-        self._inner, self._drawn = _begun(loader, begin)
+        self._inner, drawn = _begun(loader, begin)
+        self._pass = Pass(_weak(loader), _weak(getattr(loader, "dataset", None)), drawn)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -124,7 +134,6 @@ class _Following:
             self._follower.over(self._pass)
             raise
         self._pass.index += 1
-        self._pass.samples = None if self._drawn is None else self._drawn.next()
         self._follower.yielded(self._pass)
         return batch
 
@@ -142,37 +151,65 @@ def _weak(thing: Any) -> Callable[[], Any]:
         return lambda: thing
 
 
-def _begun(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> tuple[Iterator[Any], _Drawn | None]:
-    """Begin a pass with a sampler that remembers what is drawn from it.
+def _begun(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> tuple[Iterator[Any], Drawn | None]:
+    """Begin a pass with a sampler that remembers; an iterator keeps the sampler that it finds when it is made."""
+    with remembering(loader):
+        inner = begin(loader)
+    # Workers that persist keep the iterator of the first pass, and with it the sampler of that time.
+    sampler = getattr(inner, "_index_sampler", None)
+    return inner, sampler.drawn if isinstance(sampler, _Remembering) else None
 
-    An iterator takes its loader's sampler when it is made, and keeps it; so the loader gets its own back at once.
+
+@contextmanager
+def remembering(loader: Any) -> Iterator[Drawn | None]:
+    """Have a DataLoader's sampler remember what is drawn in passes that begin inside the block.
+
+    None where there is no sampler, or where workers may hand over batches in another order than it gave them.
     """
     word = "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
     own = getattr(loader, "__dict__", {}).get(word)
     if not isinstance(loader, DataLoader) or own is None or not getattr(loader, "in_order", True):
-        return begin(loader), None
+        yield None
+        return
+    if isinstance(own, _Remembering):
+        yield own.drawn
+        return
+    vars(loader)[word] = sampler = _Remembering(own)
     try:
-        vars(loader)[word] = _Drawn(own)
-        inner = begin(loader)
+        yield sampler.drawn
     finally:
         vars(loader)[word] = own
-    # Workers that persist keep the iterator of the first pass, and with it the sampler of that time.
-    drawn = getattr(inner, "_index_sampler", None)
-    return inner, drawn if isinstance(drawn, _Drawn) else None
 
 
-class _Drawn:
-    """A sampler that keeps what was drawn in the present pass until the batch is there."""
+@final
+class Drawn:
+    """What was drawn from a sampler in its last pass, by the number of the batch; it does not keep the sampler."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, Any] = {}
+
+    def of(self, batch: int) -> tuple[int, ...] | None:
+        """Return the samples of a batch, from 0; None where the sampler gives no numbers, or it is long ago."""
+        indices: Any = self.batches.get(batch)
+        try:
+            return tuple(int(index) for index in (indices if isinstance(indices, (list, tuple)) else [indices]))
+        except (TypeError, ValueError):
+            return None
+
+
+class _Remembering:
+    """A sampler that takes down what is drawn from it."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self._waiting: deque[Any] = deque(maxlen=_AHEAD)
+        self.drawn = Drawn()
 
     def __iter__(self) -> Iterator[Any]:
-        waiting: deque[Any] = deque(maxlen=_AHEAD)
-        self._waiting = waiting
-        for indices in self._sampler:
-            waiting.append(indices)
+        batches: dict[int, Any] = {}
+        self.drawn.batches = batches
+        for number, indices in enumerate(self._sampler):
+            batches[number] = indices
+            batches.pop(number - _AHEAD, None)
             yield indices
 
     def __len__(self) -> int:
@@ -180,11 +217,3 @@ class _Drawn:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
-
-    def next(self) -> tuple[int, ...] | None:
-        """Return the samples of the batch that has just arrived; None where a sampler gives no numbers."""
-        indices: Any = self._waiting.popleft() if self._waiting else None
-        try:
-            return tuple(int(index) for index in (indices if isinstance(indices, (list, tuple)) else [indices]))
-        except (TypeError, ValueError):
-            return None

@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +35,7 @@ from layerscope.monitor.config import Config, settings_in
 from layerscope.monitor.gathering import Gathered
 from layerscope.monitor.items import Format, Outputs, own_path, write_custom
 from layerscope.monitor.layers import Choice, Layer, RecordType, choices_of, layers_of, whole_numbers
-from layerscope.monitor.leaving import leaving_on_sigterm
+from layerscope.monitor.leaving import leave_on_sigterm
 from layerscope.monitor.loaders import Followed
 from layerscope.monitor.saving import Shelf
 from layerscope.monitor.stored import Stored
@@ -52,6 +53,7 @@ _MOST_RUNS = 10_000
 # When the process has been told to go: seconds for saving, and what a slow disk takes in one of them.
 _LAST_SECONDS = 3.5
 _SLOW_DISK = 100 << 20
+_TOLD_TO_GO = (KeyboardInterrupt, SystemExit)
 
 Words = Iterable[str] | str | None
 
@@ -93,29 +95,28 @@ class Monitor:
         format: Format = "pt",
     ) -> None:
         """Put the hooks in place; raises ValueError for what cannot be asked, OSError for a folder that is no good."""
-        if format not in ("pt", "npy"):
-            raise ValueError(f"format={format!r} is not known; use 'pt' or 'npy'.")
+        _check_format(format)
         self.model = model
         self.layers = layers_of(model, layers_to_monitor)
         self.epochs_to_record = whole_numbers("epochs_to_record", epochs_to_record)
         self.batch_indices = whole_numbers("batch_indices", () if batch_indices is None else batch_indices)
         choices = choices_of(self.layers, self.epochs_to_record, self.batch_indices, when)
-        self.output_dir = Path(output_dir)
+        self.output_dir = Path(output_dir).absolute()  # a program may change its folder in between
         self.current_epoch: int | None = None
         self.current_batch_idx: int | None = None
         self._paused: str | None = None
         self._trained = False  # whether the model was called in training mode since the moment was set
         self._driver: Driver | None = None
         self._pid = os.getpid()
-        self._blocks: list[contextlib.ExitStack] = []
         self._losses = Losses(str(self.output_dir))
         room = budget // 2
         self._gathered = Gathered(self.layers, choices, room=room, begins=self._begins, losses=self._losses)
         self._recording, path = self._begun(choices, budget=budget - room)
         self._stored = Stored(self._recording, path, self._losses)
         folder = self.output_dir / rank_folder(ranks.rank()) if ranks.rank() else self.output_dir
-        self._shelf = Shelf(folder, self._stored, format=format, room=room, losses=self._losses)
+        self._shelf = Shelf(folder, self._stored, format=format, losses=self._losses)
         self._closed = False
+        self._release = leave_on_sigterm()
         _watch()
         _LIVE.add(self)
 
@@ -133,6 +134,7 @@ class Monitor:
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: what the previous one left unsaved is saved, and then forgotten here."""
+        _refuse_none("epoch", epoch)
         if self._driver is not None:
             self._driver.told(epoch=True)
         self._recording.moment(epoch=epoch)
@@ -143,6 +145,7 @@ class Monitor:
 
     def set_batch_idx(self, batch_idx: int) -> None:
         """Say which batch the forwards to come belong to."""
+        _refuse_none("batch_idx", batch_idx)
         if self._driver is not None:
             self._driver.told(epoch=False)
         if self.current_epoch is not None:
@@ -255,13 +258,16 @@ class Monitor:
 
     # Saving and forgetting --------------------------------------------------------------------------
 
-    def save_single_outputs(self, layers: Words = None) -> list[Path]:
-        """Save what was captured of `single` layers and is not saved yet, an item for each batch; return the files."""
-        return self._save(layers, "single")
+    def save_single_outputs(self, layers: Words = None, *, format: Format | None = None) -> list[Path]:
+        """Save what was captured of `single` layers and is not saved yet, an item for each batch; return the files.
 
-    def save_epoch_outputs(self, layers: Words = None) -> list[Path]:
+        `format` is the Monitor's own unless one is named: `"pt"` or `"npy"`.
+        """
+        return self._save(layers, "single", format=format)
+
+    def save_epoch_outputs(self, layers: Words = None, *, format: Format | None = None) -> list[Path]:
         """Save each `epoch_full` layer's epoch so far as one item, its batches joined along dimension 0."""
-        return self._save(layers, "epoch_full")
+        return self._save(layers, "epoch_full", format=format)
 
     def save_custom_output(self, obj: Any, name: str) -> Path | None:
         """Write tensors, arrays or plain containers of them to `output_dir/name`; None when the disk refuses.
@@ -290,8 +296,16 @@ class Monitor:
         for layer in layers:
             self._shelf.forget(layer)
 
-    def _save(self, words: Words, *record_types: RecordType, patience: float | None = None) -> list[Path]:
+    def _save(
+        self,
+        words: Words,
+        *record_types: RecordType,
+        format: Format | None = None,
+        patience: float | None = None,
+    ) -> list[Path]:
         """Save what is unsaved, of every type when none is named; what takes longer than `patience` is left."""
+        if format is not None:
+            _check_format(format)
         until = None if patience is None else time.monotonic() + patience
         written: list[Path] = []
         for layer in self._chosen(words, *(record_types or ("single", "epoch_full"))):
@@ -299,7 +313,7 @@ class Monitor:
                 if until is not None and sum(each.nbytes for each in group) > (until - time.monotonic()) * _SLOW_DISK:
                     self._losses.say(f"no time is left to save {layer.alias}; {self._stored.path} has all of it")
                     continue
-                path = self._shelf.put(layer, group)
+                path = self._shelf.put(layer, group, format=format)
                 if path is not None:
                     written.append(path)
                     self._gathered.saved(layer, group)
@@ -322,21 +336,28 @@ class Monitor:
         """Take the hooks away and save what is unsaved; once is enough, twice does no harm."""
         self._close(sys.exc_info()[1])
 
+    def leave_sigterm_alone(self) -> None:
+        """Let SIGTERM do what it did before: for training loops that end in order by themselves when it comes."""
+        self._release()
+
     def __enter__(self) -> Monitor:
         if self._closed:
             self._losses.say("the hooks were removed, and nothing more is recorded; make another Monitor")
-        block = contextlib.ExitStack()
-        block.enter_context(leaving_on_sigterm())
-        self._blocks.append(block)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._close(error)
-        finally:
-            self._blocks.pop().close()
+        self._close(error)
+
+    def __del__(self) -> None:
+        """Save what is unsaved of a Monitor that goes together with its model.
+
+        In a thread of its own: the garbage collector can come by anywhere, in the middle of our writer too.
+        """
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            with contextlib.suppress(RuntimeError):  # the interpreter is at its end
+                threading.Thread(target=self._close, args=(None,), name="layerscope-saving").start()
 
     def _close(self, because: BaseException | None) -> None:
         if self._closed or os.getpid() != self._pid:
@@ -344,11 +365,19 @@ class Monitor:
         self._closed = True
         _LIVE.discard(self)
         try:
+            self._end(hurry=isinstance(because, _TOLD_TO_GO))
+        except _TOLD_TO_GO:  # in the middle of it
+            self._end(hurry=True)
+            raise
+        finally:
+            self._release()
+
+    def _end(self, *, hurry: bool) -> None:
+        try:
             self._recording.__exit__(None, None, None)
         except LayerscopeError as error:  # nothing was recorded: a reason to say so, none to stop
             self._losses.say(str(error))
-        told_to_go = isinstance(because, (KeyboardInterrupt, SystemExit))
-        self._save(None, patience=_LAST_SECONDS if told_to_go else None)
+        self._save(None, patience=_LAST_SECONDS if hurry else None)
 
     def _begun(self, choices: dict[str, Choice], *, budget: int) -> tuple[Recording, Path]:
         """Begin to record into a run of its own: `run`, or the next that is not there yet."""
@@ -376,6 +405,16 @@ class Monitor:
             why = f"output_dir cannot be written ({error.strerror or error}); give another"
             raise OSError(error.errno, why, str(self.output_dir)) from error
         raise FileExistsError(f"{self.output_dir} holds {_MOST_RUNS} runs; give another output_dir.")
+
+
+def _refuse_none(word: str, number: int | None) -> None:
+    if number is None:
+        raise ValueError(f"{word}=None is not a moment; give a whole number from 0 on.")
+
+
+def _check_format(format: str) -> None:
+    if format not in ("pt", "npy"):
+        raise ValueError(f"format={format!r} is not known; use 'pt' or 'npy'.")
 
 
 class _Samples:

@@ -1,6 +1,6 @@
 """Save captures as items, numbered by epoch; what the disk refuses is said, and stops nothing.
 
-shelf = Shelf(Path("out"), stored, format="pt", room=512 << 20, losses=losses)
+shelf = Shelf(Path("out"), stored, format="pt", losses=losses)
 shelf.put(layer, captures)         # out/single_epoch_1_000.pt, or None
 """
 
@@ -13,9 +13,10 @@ from typing import Any, final
 
 from layerscope.errors import LayerscopeError
 from layerscope.monitor.captures import Capture, shape_of
-from layerscope.monitor.items import Format, joined, next_number, statistics, write_item
+from layerscope.monitor.items import Format, next_number, write_item
 from layerscope.monitor.layers import Layer
 from layerscope.monitor.stored import Stored
+from layerscope.monitor.streaming import joined, write_epoch
 from layerscope.recorder.copying import undisturbed
 from layerscope.store.losses import Losses
 
@@ -28,11 +29,10 @@ _log = logging.getLogger("layerscope")
 class Shelf:
     """A folder of items. Numbers go on behind those that are there, so that no earlier run's item is replaced."""
 
-    def __init__(self, folder: Path, stored: Stored, *, format: Format, room: int, losses: Losses) -> None:
+    def __init__(self, folder: Path, stored: Stored, *, format: Format, losses: Losses) -> None:
         self.folder = folder
         self._stored = stored
         self._format: Format = format
-        self._room = room
         self._losses = losses
         self._next: dict[str, int] = {}
         self._epochs: dict[tuple[str, int], int] = {}  # the item that holds a layer's epoch so far
@@ -41,38 +41,37 @@ class Shelf:
         """Begin a new item for the layer's epoch instead of replacing the one there is."""
         self._epochs = {key: number for key, number in self._epochs.items() if key[0] != layer.alias}
 
-    def put(self, layer: Layer, captures: Sequence[Capture]) -> Path | None:
+    def put(self, layer: Layer, captures: Sequence[Capture], *, format: Format | None = None) -> Path | None:
         """Save one batch of a `single` layer, or the epoch so far of an `epoch_full` one; None when it cannot be."""
+        put = self._put_epoch if layer.record_type == "epoch_full" else self._put_single
         whole = layer.record_type == "epoch_full"
         epoch = captures[0].epoch
         stem = f"epoch_{epoch}" if whole else f"single_epoch_{epoch}"
         try:
             stem = f"{stem}_{self._number(stem, (layer.alias, epoch) if whole else None):03d}"
             with undisturbed():  # a forward may have brought us here
-                path = self._put_epoch(stem, layer, captures) if whole else self._put_single(stem, layer, captures[0])
+                path = put(stem, layer, captures, format or self._format)
         except (OSError, RuntimeError, LayerscopeError) as error:  # torch's writer raises RuntimeError on a full disk
             self._losses.say(f"{layer.alias} could not be saved as {stem}: {error}", once=f"{layer.alias} {error}")
             return None
         _log.debug("%s is saved as %s", layer.alias, path)
         return path
 
-    def _put_single(self, stem: str, layer: Layer, capture: Capture) -> Path:
+    def _put_single(self, stem: str, layer: Layer, captures: Sequence[Capture], format: Format) -> Path:
+        [capture] = captures
         output = capture.output(self._stored.fetch)
         about = {"epoch": capture.epoch, "batch_idx": capture.batch, "layer": layer.name, "alias": layer.alias}
         samples = {} if capture.samples is None else {"sample_indices": list(capture.samples)}
         item: dict[str, Any] = {**about, **samples, "output_shape": shape_of(output), "output": output}
-        return write_item(self.folder, stem, item, format=self._format)
+        return write_item(self.folder, stem, item, format=format)
 
-    def _put_epoch(self, stem: str, layer: Layer, captures: Sequence[Capture]) -> Path:
+    def _put_epoch(self, stem: str, layer: Layer, captures: Sequence[Capture], format: Format) -> Path:
         numbers = [capture.batch for capture in captures]
         about = {"epoch": captures[0].epoch, "batch_idx": numbers, "layer": layer.name, "alias": layer.alias}
         samples = [None if capture.samples is None else list(capture.samples) for capture in captures]
         known = {"sample_indices": samples} if any(each is not None for each in samples) else {}
-        beside = self.folder / f"{stem}.values"
-        with joined(captures, self._stored.fetch, room=self._room, beside=beside) as output:
-            said = {"output_shape": shape_of(output), "statistics": statistics(output)}
-            item: dict[str, Any] = {**about, **known, **said, "output": output}
-            return write_item(self.folder, stem, item, format=self._format)
+        output, pieces = joined(captures), self._stored.pieces
+        return write_epoch(self.folder, stem, {**about, **known}, output, pieces, format=format)
 
     def _number(self, stem: str, epoch: tuple[str, int] | None) -> int:
         if epoch is not None and epoch in self._epochs:

@@ -9,13 +9,13 @@ A run that is gone, or has lost records to a full disk, costs what it held and n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import final
 
 import torch
 
-from layerscope.errors import LayerscopeError, NotARun
+from layerscope.errors import LayerscopeError, NoSuchPoint, NotARun
 from layerscope.monitor.captures import Capture, Held, held_in
 from layerscope.monitor.layers import Layer
 from layerscope.points import Moment, Point
@@ -23,8 +23,11 @@ from layerscope.recorder import Recording
 from layerscope.recorder.copying import undisturbed
 from layerscope.store import Run, open_run
 from layerscope.store.losses import Losses
+from layerscope.store.reader import Entry
 
 __all__ = ["Stored"]
+
+_PIECE = 1 << 20  # values at a time
 
 
 @final
@@ -73,12 +76,24 @@ class Stored:
         with undisturbed():
             if held.copy is not None:
                 return held.copy().clone()
-            when = held.moment
-            run = self._run or self.run
-            found = run.tensor(
-                held.point, epoch=when.epoch, step=when.step, batch=when.batch, call=when.call, rank=when.rank
-            )
-            return found.clone()  # what is read is mapped, and saving it would save the whole file
+            return self._entry(held).tensor().clone()  # it is mapped, and saving it would save the whole file
+
+    def pieces(self, held: Held) -> Iterator[torch.Tensor]:
+        """Go through the values of a tensor in row-major order, in flat pieces that are only for now."""
+        if held.copy is not None:
+            yield held.copy().reshape(-1)
+        else:
+            yield from self._entry(held).pieces(_PIECE)
+
+    def _entry(self, held: Held) -> Entry:
+        when, run = held.moment, self._run or self.run
+        found = run.records(
+            held.point, epoch=when.epoch, step=when.step, batch=when.batch, call=when.call, rank=when.rank
+        )
+        entry = next(found, None)
+        if entry is None:
+            raise NoSuchPoint(f"{self.path} has no {held.point} at {when}")
+        return entry
 
 
 def _found(held: Held, there: set[tuple[Point, Moment]]) -> bool:

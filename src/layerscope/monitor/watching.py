@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from operator import index
 from types import TracebackType
 from typing import Any, TypeVar
@@ -26,16 +27,18 @@ from typing import Any, TypeVar
 import torch
 
 from layerscope import ranks
-from layerscope.errors import NothingRecorded, Stopped, Unsupported
+from layerscope.errors import NothingRecorded, Stopped
 from layerscope.monitor.frames import Frame, Gathering, Sink
+from layerscope.monitor.leaving import leave_on_sigterm
+from layerscope.monitor.outlets import Outlet
+from layerscope.monitor.units import unit_axes
 from layerscope.monitor.updates import Updates
-from layerscope.patterns import Pattern, select
-from layerscope.points import Moment, Point, Side
+from layerscope.monitor.wishes import bounds_of, innermost, maps_of, other_side, points_of
+from layerscope.points import Moment, Point
 from layerscope.recorder import Recording, Tap, record
 from layerscope.recorder.taps import Level, schedule_of
-from layerscope.rules import Alarm, Rule, parse_rule
-from layerscope.runtimes import eager
-from layerscope.schedules import ALWAYS, Schedule, when
+from layerscope.rules import Alarm, ParameterReading, Rule, parse_rule
+from layerscope.schedules import ALWAYS, Schedule
 from layerscope.schedules import every as every_nth
 from layerscope.stats import Summary
 from layerscope.store import MemoryRun, Run
@@ -77,13 +80,20 @@ def watch(
     first sample go to the sinks, whole ones to the run; a `Tap` gives them a schedule of their own. A rule turns on
     what it needs.
 
-    Every alarm is logged and handed to the sinks and to `on_alarm`, once for each rule and place, then counted. An
-    alarm that asks for a snapshot has the tensors of the *next* step recorded, in the run (at most three times for a
-    rule): those of its own step are gone by the time the rule has looked. One that says stop raises `Stopped` out of
-    `optimizer.step()`; without an optimizer, out of `moment`, `flush` or the end of the block.
+    Every alarm is logged and handed to the sinks and to `on_alarm`, once for each rule and place, then counted.
+
+    An alarm that asks for a snapshot has every tapped tensor of its step recorded whole, at most three times for a
+    rule; what was changed in place since it was seen is left out and said. As long as a rule may still ask for one, the
+    tapped tensors of a step stay in memory until its rules have looked.
+
+    One that says stop raises `Stopped` out of `optimizer.step()`, before anything is moved, so that the weights are
+    those from before the bad step. Rules that need the update itself (`stuck`), and all rules where `step` is given a
+    closure, can only look after it; without an optimizer `Stopped` comes out of `moment`, `flush` or the end of the
+    block.
 
     With `to`, the statistics, the attention maps and the snapshots are recorded on disk; without it, the snapshots
-    alone, in memory. Nothing of this changes a result or, unless a rule says stop, ends the training.
+    alone, in memory. Nothing of this changes a result or, unless a rule says stop, ends the training. SIGTERM ends the
+    block in order, unless the program has a handler of its own.
     """
     wanted = [copy.deepcopy(parse_rule(rule) if isinstance(rule, str) else rule) for rule in rules]
     needs = frozenset().union(*(rule.needs for rule in wanted))
@@ -94,7 +104,7 @@ def watch(
         )
     return Watch(
         model,
-        None if optimizer is None else _innermost(optimizer),
+        None if optimizer is None else innermost(optimizer),
         to=to,
         schedule=every_nth(every) if isinstance(every, int) else schedule_of(every),
         patterns=(taps,) if isinstance(taps, str) else tuple(taps),
@@ -103,7 +113,7 @@ def watch(
         inputs="inputs" in needs,
         units="units" in needs,
         parameters=parameters or "parameters" in needs,
-        attention=_maps((attention,) if isinstance(attention, str) else attention),
+        attention=maps_of((attention,) if isinstance(attention, str) else attention),
         rules=wanted,
         sinks=tuple(sinks),
         on_alarm=on_alarm,
@@ -140,44 +150,47 @@ class Watch:
         self._model = model
         self._optimizer = optimizer
         self._schedule = schedule = ALWAYS if schedule is None else schedule
-        self._rules = rules
-        self._sinks = sinks
+        early = [optimizer is not None and rule.action == "stop" and "parameters" not in rule.needs for rule in rules]
+        self._early = [rule for rule, yes in zip(rules, early, strict=True) if yes]  # look before the optimizer's step
+        self._late = [rule for rule, yes in zip(rules, early, strict=True) if not yes]
+        self._outlets = [Outlet(sink) for sink in sinks]
         self._on_alarm = on_alarm
         self._updates = Updates(model, level=statistics) if parameters else None
         self._moment = Moment(rank=ranks.rank())
+        self._paused = False
         self._snapshots: Counter[str] = Counter()
-        self._snapshot = False
+        self._judged: Frame | None = None  # by the early rules, in the step of the optimizer that is under way
         self._stop: Alarm | None = None
+        self._said: set[tuple[int, str]] = set()  # each rule's places
         self._failures: Counter[str] = Counter()
         self._stack = ExitStack()
         maps = attention
         looks = [Tap(patterns, "summary", schedule)]
         if gradients:
-            looks.append(Tap(_sides(patterns, "grad_output"), "summary", schedule))
+            looks.append(Tap(other_side(patterns, "grad_output"), "summary", schedule))
         if inputs:
-            looks.append(Tap(_sides(patterns, "input"), "summary", schedule))
+            looks.append(Tap(other_side(patterns, "input"), "summary", schedule))
         if maps is not None:
             maps = replace(
                 maps, when=schedule if maps.when is None else maps.when, keep="summary" if to is None else "both"
             )
             looks.append(maps)
-        if any(rule.action == "snapshot" for rule in rules):
-            whole = tuple(pattern for look in looks if look is not maps for pattern in look.patterns)
-            looks.append(Tap(whole, "tensor", when(self._snapshot_due, name="snapshot")))
-        images = set() if maps is None else _points(maps, model)
+        images = set() if maps is None else points_of(maps, model)
         self._maps = frozenset(map(str, images))
         self._gathering = Gathering(
             ended=self._look,
-            units=units,
+            units=unit_axes(model) if units else None,
             images=images,
             look=None if maps is None else maps.schedule,
-            bounds=_bounds(model),
+            bounds=bounds_of(model),
+            holds=any(rule.action == "snapshot" for rule in rules),
         )
         self._recording = record(model, looks, to=to, keep="summary", statistics=statistics, listener=self)
 
     # The block ----------------------------------------------------------------------------------
 
     def __enter__(self) -> Watch:
+        self._stack.callback(leave_on_sigterm())
         self._stack.enter_context(self._recording)
         if self._optimizer is not None:
             self._stack.callback(self._optimizer.register_step_pre_hook(self._before_step).remove)
@@ -191,8 +204,8 @@ class Watch:
         self._quietly("the end of a step", self._end_frame)
         if self._updates is not None:
             self._quietly("looking at the parameters", self._updates.close)
-        for sink in self._sinks:
-            self._quietly(f"{type(sink).__name__}.close", sink.close)
+        for outlet in self._outlets:
+            outlet.close()
         try:
             self._stack.__exit__(kind, error, trace)
         except NothingRecorded as nothing:
@@ -220,6 +233,14 @@ class Watch:
             )
         self._raise_if_stopped()
 
+    def pause(self) -> None:
+        """Let forwards pass, neither seen nor counted, until `resume`: an evaluation in the middle of training."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Look and count again."""
+        self._paused = False
+
     def flush(self) -> None:
         """Take the step under way for whole, and wait until everything recorded is safe."""
         self._end_frame()
@@ -240,7 +261,7 @@ class Watch:
 
     def wants(self) -> bool:
         """Pass over evaluation, when there is an optimizer to tell training from it."""
-        return self._optimizer is None or self._model.training or torch.is_grad_enabled()
+        return not self._paused and (self._optimizer is None or self._model.training or torch.is_grad_enabled())
 
     def seen(
         self, point: Point, moment: Moment, tensor: torch.Tensor, summary: Summary | Callable[[], Summary] | None
@@ -250,23 +271,52 @@ class Watch:
 
     # What the optimizer tells -------------------------------------------------------------------
 
-    def _before_step(self, *_: object) -> None:
+    def judge(self) -> None:
+        """Have the rules that say stop look at the step so far, before the optimizer takes it; raises Stopped.
+
+        It comes by itself, unless the optimizer is given a closure: then the closure may call it at its end.
+        """
+        if self._early and self._judged is None:
+            self._judged = self._quietly("the end of a step", self._judge_early)
+        if self._stop is not None:
+            self._judged = None
+        self._raise_if_stopped()
+
+    def _before_step(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
         if self._updates is not None:
             self._updates.forget()
             if self._quietly("the schedule", self._schedule, self._moment):
-                self._quietly("looking at the parameters", self._updates.before)
+                self._quietly("looking at the parameters", partial(self._updates.before, gradients=not closure))
+        if not closure:
+            self.judge()
+
+    def _judge_early(self) -> Frame | None:
+        parameters = () if self._updates is None else self._updates.now()
+        frame = self._gathering.whole(parameters, at=self._moment)
+        if frame is not None:
+            self._judge(self._early, frame)
+            if self._stop is not None:
+                self._hand_out(frame)
+        return frame
 
     def _after_step(self, *_: object) -> None:
         self._quietly("the end of a step", self._end_step)
         self._raise_if_stopped()
 
     def _end_step(self) -> None:
-        now = self._moment
+        now, judged = self._moment, self._judged
+        self._judged = None
         self._name(replace(now, step=now.step + 1, batch=now.batch + 1))
-        parameters = None
+        parameters: tuple[ParameterReading, ...] = ()
         if self._updates is not None:
-            parameters = self._quietly("looking at the parameters", self._updates.after)
-        frame = self._gathering.whole(parameters or (), at=now)
+            parameters = self._quietly("looking at the parameters", self._updates.after) or ()
+        if judged is not None:
+            self._hand_out(replace(judged, parameters=parameters))
+            self._gathering.whole()  # a closure that went on after it had been judged
+            self._gathering.sights = []
+            return
+        frame = self._gathering.whole(parameters, at=now)
         if frame is not None:
             self._look(frame)
 
@@ -282,15 +332,27 @@ class Watch:
             self._look(frame)
 
     def _look(self, frame: Frame) -> None:
-        for sink in self._sinks:
-            self._quietly(f"{type(sink).__name__}.write", sink.write, frame)
-        for rule in self._rules:
-            self._quietly(f"the rule {rule.name}", self._judge, rule, frame)
+        """Take a frame that nobody has judged yet."""
+        self._judge(self._early, frame)
+        self._hand_out(frame)
 
-    def _judge(self, rule: Rule, frame: Frame) -> None:
+    def _hand_out(self, frame: Frame) -> None:
+        """Give a frame to the sinks and to the rules that are left, and let go of its tensors."""
+        for outlet in self._outlets:
+            outlet.write(frame)
+        self._judge(self._late, frame)
+        self._gathering.sights = []
+
+    def _judge(self, rules: Sequence[Rule], frame: Frame) -> None:
+        for rule in rules:
+            self._quietly(f"the rule {rule.name}", self._ask, rule, frame)
+
+    def _ask(self, rule: Rule, frame: Frame) -> None:
         for alarm in rule.look(frame):
             self.counts[alarm.rule, alarm.where] += 1
-            if self.counts[alarm.rule, alarm.where] == 1:
+            # Two rules may share a name: one that stops, and one that takes a snapshot.
+            if (id(rule), alarm.where) not in self._said:
+                self._said.add((id(rule), alarm.where))
                 self._raised(alarm)
 
     def _raised(self, alarm: Alarm) -> None:
@@ -298,17 +360,31 @@ class Watch:
         _log.warning("%s", alarm)
         if alarm.action == "stop":
             self._stop = self._stop or alarm
-        elif alarm.action == "snapshot" and not self._snapshot and self._snapshots[alarm.rule] < _SNAPSHOTS:
-            self._snapshots[alarm.rule] += 1
-            self._snapshot = True
-        for sink in self._sinks:
-            self._quietly(f"{type(sink).__name__}.alarm", sink.alarm, alarm)
+        elif alarm.action == "snapshot":
+            self._quietly("a snapshot", self._take_snapshot, alarm)
+        for outlet in self._outlets:
+            outlet.alarm(alarm)
         if self._on_alarm is not None:
             self._quietly("on_alarm", self._on_alarm, alarm)
 
-    def _snapshot_due(self, moment: Moment) -> bool:
-        due, self._snapshot = self._snapshot, False
-        return due
+    def _take_snapshot(self, alarm: Alarm) -> None:
+        """Record the tensors of the frame that is being judged, once, whichever rules ask for it."""
+        sights, self._gathering.sights = self._gathering.sights, []
+        if not sights or self._snapshots[alarm.rule] >= _SNAPSHOTS:
+            return
+        self._snapshots[alarm.rule] += 1
+        asking = {rule.name for rule in self._late if rule.action == "snapshot"}
+        self._gathering.holds = any(self._snapshots[name] < _SNAPSHOTS for name in asking)
+        changed = [str(sight.point) for sight in sights if not sight.intact]
+        for sight in sights:
+            if sight.intact:
+                self._recording.add(sight.point, sight.moment, sight.tensor, summary=sight.summary)
+        if changed:
+            _log.warning(
+                "the snapshot at %s is without %s: changed in place since",
+                alarm.moment,
+                ", ".join(sorted(set(changed))),
+            )
 
     def _raise_if_stopped(self) -> None:
         alarm, self._stop = self._stop, None
@@ -324,57 +400,3 @@ class Watch:
             if self._failures[what] == 1:
                 _log.warning("%s raised %s: %s; the training goes on", what, type(error).__name__, error)
             return None
-
-
-# What was asked for, in the recorder's words ----------------------------------------------------
-
-
-def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that steps: Accelerate's and Lightning's are wrappers of it."""
-    inside = getattr(optimizer, "optimizer", None)
-    if isinstance(inside, torch.optim.Optimizer):
-        return _innermost(inside)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Unsupported(
-            f"a {type(optimizer).__name__} is no torch.optim.Optimizer, and does not tell when it steps; without one, "
-            "every forward is a step: watch(model)."
-        )
-    return optimizer
-
-
-def _sides(patterns: Sequence[str], side: Side) -> tuple[str, ...]:
-    """Return the same modules seen from another side."""
-    parsed = [Pattern.parse(pattern) for pattern in patterns]
-    return tuple(
-        str(each if each.exclude else replace(each, sides=(side,), leaf=each.leaf if side != "input" else ()))
-        for each in parsed
-        if each.kind != "op"
-    )
-
-
-def _maps(attention: Tap | Sequence[str]) -> Tap | None:
-    """Return a tap for what attention modules return beside their output, which stands second."""
-    if not attention:
-        return None
-    tap = attention if isinstance(attention, Tap) else Tap(tuple(attention))
-    parsed = [Pattern.parse(pattern) for pattern in tap.patterns]
-    return replace(tap, patterns=tuple(str(p if p.exclude or p.leaf else replace(p, leaf=(1,))) for p in parsed))
-
-
-def _points(tap: Tap, model: torch.nn.Module) -> set[Point]:
-    shared = eager.modules_of(model).shared
-    found = select(tap.patterns, eager.points(model))
-    return {replace(point, name=shared.get(point.name, point.name)) for point in found}
-
-
-def _bounds(model: torch.nn.Module) -> dict[str, tuple[float, float]]:
-    """Return the ranges of the modules whose function is bounded at both ends, and flat there."""
-    found: dict[str, tuple[float, float]] = {}
-    for name, module in eager.modules_of(model).by_name.items():
-        if isinstance(module, torch.nn.Hardtanh) and not isinstance(module, torch.nn.ReLU6):
-            found[name] = (module.min_val, module.max_val)
-        elif isinstance(module, (torch.nn.Sigmoid, torch.nn.Hardsigmoid)):
-            found[name] = (0.0, 1.0)
-        elif isinstance(module, (torch.nn.Tanh, torch.nn.Softsign)):
-            found[name] = (-1.0, 1.0)
-    return found

@@ -22,8 +22,9 @@ __all__ = ["Dead", "dead"]
 def dead(*, window: int = 100, limit: float = 0.5, action: Action = "warn") -> Dead:
     """Fire when more than `limit` of a layer's units gave nothing but zeros for `window` frames on end.
 
-    A unit is an index of an output's last axis, or of axis 1 where there are four axes or more (the channels of an
-    image). It takes one more pass over those outputs alone that hold as many zeros as one dead unit would make.
+    A unit is a channel of a convolution or its normalisation, a feature of a linear layer: the module's type tells the
+    axis, and an activation has that of what came before it. Where nothing tells, it is the last axis, or the second of
+    four and more. It takes one more pass over those outputs alone that hold as many zeros as one dead unit would make.
     """
     return Dead(action=action, window=window, limit=limit)
 

@@ -79,7 +79,7 @@ def test_a_frame_may_have_parameters_alone():
 
 
 def test_units_are_the_last_axis_and_of_images_the_channels():
-    frames, _ = gathering(units=True)
+    frames, _ = gathering(units={})
     tokens = torch.ones(2, 3, 4)
     tokens[..., 1] = 0
     images = torch.ones(2, 3, 5, 5)
@@ -90,8 +90,38 @@ def test_units_are_the_last_axis_and_of_images_the_channels():
     assert found == [[True, False, True, True], [True, True, False]]
 
 
+def test_the_type_of_a_module_tells_its_units_and_what_follows_it_is_laid_out_alike():
+    frames, _ = gathering(units={"conv": -2, "lin": -1})
+    sound = torch.ones(2, 3, 5)
+    sound[:, 1] = 0
+    for name, values in (("conv", sound), ("relu", sound), ("lin", sound.mT), ("relu2", sound.mT), ("seq", sound)):
+        tell(frames, Point(name), Moment(), values)
+    silent = [True, False, True]
+    found = {reading.point.name: reading.active.tolist() for reading in frames.whole().readings}
+    assert found == {"conv": silent, "relu": silent, "lin": silent, "relu2": silent, "seq": [True] * 5}
+
+
+def test_tensors_are_held_until_the_frame_is_let_go_and_tell_whether_they_were_changed():
+    frames, _ = gathering(holds=True)
+    kept, changed = torch.ones(2, 3), torch.ones(4)
+    tell(frames, A, Moment(step=1, call=2), kept)
+    tell(frames, B, Moment(step=1), changed)
+    changed.add_(1)
+    frames.whole()
+    found = {sight.point: (sight.moment.call, sight.intact) for sight in frames.sights}
+    assert found == {A: (2, True), B: (0, False)}
+    assert frames.sights[0].tensor.data_ptr() == kept.data_ptr()
+
+
+def test_tensors_are_not_held_unless_it_is_asked_for():
+    frames, _ = gathering()
+    tell(frames, A, Moment(), torch.ones(2))
+    frames.whole()
+    assert frames.sights == []
+
+
 def test_a_tensor_with_fewer_zeros_than_a_silent_unit_makes_has_none():
-    frames, _ = gathering(units=True)
+    frames, _ = gathering(units={})
     values = torch.ones(5, 4)
     values[range(4), range(4)] = 0
     tell(frames, A, Moment(), values)
@@ -99,7 +129,7 @@ def test_a_tensor_with_fewer_zeros_than_a_silent_unit_makes_has_none():
 
 
 def test_a_unit_that_is_active_in_any_call_was_active():
-    frames, _ = gathering(units=True)
+    frames, _ = gathering(units={})
     tell(frames, A, Moment(call=0), torch.tensor([[0.0, 0.0, 1.0]]))
     tell(frames, A, Moment(call=1), torch.tensor([[0.0, 2.0, 0.0]]))
     assert frames.whole().readings[0].active.tolist() == [False, True, True]

@@ -1,5 +1,6 @@
-"""What is handed out and saved: fresh copies, joined epochs, numbered files."""
+"""What is handed out and saved: fresh copies, numbered files."""
 
+import copy
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from layerscope.errors import Unsupported
 from layerscope.monitor.captures import Capture, Held
-from layerscope.monitor.items import Outputs, joined, next_number, own_path, statistics, write_custom, write_item
+from layerscope.monitor.items import Outputs, next_number, own_path, write_custom, write_item
 from layerscope.points import Moment, Point
 
 
@@ -35,57 +36,12 @@ def test_outputs_are_a_mapping_whose_every_access_is_a_copy():
     assert repr(data) == "Outputs((1, 0), (1, 1))"
 
 
-@pytest.mark.parametrize("room", [0, 1 << 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
-def test_an_epoch_is_joined_in_memory_or_in_a_file_to_the_same_end(tmp_path, room, dtype):
-    rows = [torch.randn(n, 3).to(dtype) for n in (4, 4, 1)]
-    with joined(captures(*map(held, rows)), fetch, room=room, beside=tmp_path / "x.values") as whole:
-        assert whole.equal(torch.cat(rows))
-        assert bool(list(tmp_path.iterdir())) == (room == 0)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_lies_in_a_file_is_saved_alone_and_whole(tmp_path):
-    rows = [torch.randn(100, 3) for _ in range(3)]
-    with joined(captures(*map(held, rows)), fetch, room=0, beside=tmp_path / "x.values") as whole:
-        path = write_item(tmp_path, "epoch_1_000", {"output": whole}, format="pt")
-    assert torch.load(path, weights_only=True)["output"].equal(torch.cat(rows))
-
-
-@pytest.mark.parametrize(
-    "trees",
-    [
-        (torch.ones(2, 3), torch.ones(2, 4)),
-        (torch.ones(2), torch.ones(2).half()),
-        (torch.ones(2, 3), torch.ones(2)),
-        ((torch.ones(2),), torch.ones(2)),
-        ((torch.ones(2), None), (torch.ones(2), torch.ones(2))),
-        ({"a": torch.ones(2)}, {"b": torch.ones(2)}),
-        ([torch.ones(2)], [torch.ones(2), torch.ones(2)]),
-    ],
-)
-def test_what_cannot_be_joined_is_listed(tmp_path, trees):
-    from layerscope.runtimes.values import rebuilt
-
-    made = captures(*(rebuilt(tree, lambda leaf, tensor: held(tensor)) for tree in trees))
-    with joined(made, fetch, room=1 << 20, beside=tmp_path / "x") as whole:
-        assert type(whole) is list
-        assert len(whole) == 2
-
-
-def test_numbers_of_batches_make_a_row(tmp_path):
-    with joined(
-        captures(held(torch.tensor(1.0)), held(torch.tensor(2.0))), fetch, room=9, beside=tmp_path / "x"
-    ) as whole:
-        assert whole.tolist() == [1, 2]
-
-
-def test_statistics_follow_the_structure_and_are_those_of_numpy():
-    values = torch.randn(1000)
-    found = statistics((values, None, {"a": [values * 2]}))
-    assert found[1] is None
-    assert found[0]["std"] == pytest.approx(np.std(values.double().numpy()))
-    assert found[2]["a"][0]["max"] == pytest.approx((values * 2).max().item())
+def test_outputs_are_copied_and_saved_as_a_dict(tmp_path):
+    data = Outputs(captures(held(torch.ones(2)), held(torch.zeros(3))), fetch)
+    torch.save({"a": data}, tmp_path / "x.pt")
+    for again in (copy.deepcopy(data), torch.load(tmp_path / "x.pt", weights_only=True)["a"]):
+        assert isinstance(again, dict)
+        assert {key: value.tolist() for key, value in again.items()} == {(1, 0): [1, 1], (1, 1): [0, 0, 0]}
 
 
 def test_numbers_go_on_behind_what_is_there(tmp_path):

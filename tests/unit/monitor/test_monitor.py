@@ -1,8 +1,11 @@
 """The Monitor's published interface, against PyTorch's own hooks and torch.load."""
 
+import gc
 import json
 import logging
 import os
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -278,6 +281,15 @@ def test_set_epoch_saves_what_was_not_saved_and_then_forgets_it(tmp_path):
         assert monitor.get_single_data() == monitor.get_epoch_data() == {}
 
 
+def test_an_epoch_or_a_batch_that_is_none_is_refused_and_forgets_nothing(tmp_path):
+    with Monitor(model(), ["0"], [1], tmp_path, [0]) as monitor:
+        feed(monitor, monitor.model, batches=1)
+        for word in (monitor.set_epoch, monitor.set_batch_idx):
+            with pytest.raises(ValueError, match="=None is not a moment"):
+                word(None)
+        assert list(monitor.get_single_data()["0"]["data"]) == [(1, 0)]
+
+
 def test_callbacks_set_what_the_methods_set(tmp_path):
     with Monitor(model(), ["0"], [4], tmp_path, [7]) as monitor:
         monitor.create_epoch_callback()(4)
@@ -465,6 +477,75 @@ def test_numpy_files_are_written_where_they_are_asked_for(tmp_path):
         [4, 4],
     )
     assert not list(tmp_path.glob("*.pt"))
+
+
+def test_a_format_may_be_named_where_it_is_saved(tmp_path):
+    net = model()
+    layers = {"0": {}, "2": {"record_type": "epoch_full"}}
+    with Monitor(net, layers, [1], tmp_path, [0]) as monitor:
+        feed(monitor, net)
+        single, whole = monitor.save_single_outputs(format="npy"), monitor.save_epoch_outputs(format="npy")
+        assert [path.name for path in single + whole] == ["single_epoch_1_000.npy", "epoch_1_000.npy"]
+        with pytest.raises(ValueError, match="format='csv' is not known"):
+            monitor.save_epoch_outputs(format="csv")
+    assert np.load(tmp_path / "epoch_1_000.npy").shape == (6, 2)
+
+
+def test_a_program_that_changes_its_folder_finds_everything_where_it_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Monitor(model(), ["0"], [1], "out", [0]) as monitor:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        feed(monitor, monitor.model)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["run", "single_epoch_1_000.pt"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_monitor_that_goes_with_its_model_saves_what_is_unsaved(tmp_path):
+    def train():
+        net = model()
+        return feed(Monitor(net, ["0"], [1], tmp_path, [0]), net)["0"][0]
+
+    expected = train()
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "layerscope-saving":
+            thread.join()
+    assert torch.load(tmp_path / "single_epoch_1_000.pt", weights_only=True)["output"].equal(expected)
+    assert open_run(tmp_path / "run").state == "complete"
+
+
+def test_while_hooks_are_there_sigterm_ends_the_process_in_order_and_not_longer(tmp_path):
+    first = Monitor(model(), ["0"], [1], tmp_path, [0])
+    second = Monitor(model(), ["0"], [1], tmp_path, [0])
+    first.remove_hooks()
+    with pytest.raises(SystemExit, match="143"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    third = Monitor(model(), ["0"], [1], tmp_path, [0])
+    second.remove_hooks()
+    third.leave_sigterm_alone()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    third.remove_hooks()
+
+
+def test_a_signal_in_the_middle_of_saving_does_not_lose_the_rest(tmp_path, monkeypatch):
+    net = model()
+    monitor = Monitor(net, ["0", "2"], [1], tmp_path, [0])
+    seen = feed(monitor, net, batches=1)
+    put, once = type(monitor._shelf).put, []
+
+    def interrupted(shelf, *given, **wishes):
+        if not once:
+            once.append(1)
+            raise KeyboardInterrupt
+        return put(shelf, *given, **wishes)
+
+    monkeypatch.setattr(type(monitor._shelf), "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        monitor.remove_hooks()
+    items = [torch.load(tmp_path / f"single_epoch_1_{n:03d}.pt", weights_only=True) for n in (0, 1)]
+    assert [item["output"].equal(seen[item["layer"]][0]) for item in items] == [True, True]
+    assert_no_hooks_left(net)
 
 
 def test_dtypes_that_numpy_lacks_are_written_wider_and_named(tmp_path):

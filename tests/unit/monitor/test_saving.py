@@ -18,6 +18,9 @@ class Memory:
     def fetch(self, held):
         return held.copy().clone()
 
+    def pieces(self, held):
+        yield held.copy()
+
 
 def capture(batch, *, epoch=1, samples=None) -> Capture:
     tensor = torch.full((2,), float(batch))
@@ -26,7 +29,7 @@ def capture(batch, *, epoch=1, samples=None) -> Capture:
 
 
 def shelf(folder) -> Shelf:
-    return Shelf(folder, Memory(), format="pt", room=1 << 20, losses=Losses("test"))
+    return Shelf(folder, Memory(), format="pt", losses=Losses("test"))
 
 
 def test_items_of_an_epoch_are_numbered_over_all_layers(tmp_path):

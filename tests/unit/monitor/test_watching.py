@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -9,9 +11,10 @@ import torch
 from torch import nn
 
 import layerscope as ls
-from asserts import assert_no_hooks_left
+from asserts import assert_no_hooks_left, hooks_on
 from layerscope.errors import NoSuchPoint, Stopped, Unsupported
 from layerscope.monitor.watching import watch
+from layerscope.points import Point
 from layerscope.recorder import Tap
 from layerscope.rules import Alarm, exploding
 
@@ -128,6 +131,17 @@ def test_evaluation_is_passed_over_and_not_counted():
         step()
     assert [frame.reading("0").summary.shape for frame in sink.frames] == [(2, 8), (2, 8)]
     assert [frame.moment.step for frame in sink.frames] == [0, 1]
+
+
+def test_a_pause_lets_forwards_pass_uncounted():
+    model, *_ = trained()
+    sink = Kept()
+    with watch(model, sinks=[sink]) as watching:
+        for rows in (1, 2, 3, 4):
+            watching.pause() if rows in (1, 3) else watching.resume()
+            model(torch.randn(rows, 4))
+    found = [(frame.moment.step, frame.reading("0").summary.shape[0]) for frame in sink.frames]
+    assert found == [(0, 2), (1, 4)]
 
 
 def test_without_an_optimizer_every_forward_is_a_step():
@@ -250,15 +264,127 @@ def test_stop_without_an_optimizer_raises_at_the_end_of_the_block_at_the_latest(
             watching.flush()
 
 
-def test_a_snapshot_has_the_tensors_of_the_next_step(tmp_path):
-    for to in (None, tmp_path / "run"):
-        model, optimizer, step = trained()
-        with watch(model, optimizer, every=2, rules=[Always("snapshot")], to=to) as watching:
-            for _ in range(8):
-                step()
-        run = watching.run
-        assert {record.moment.step for record in run.records() if record.shape is not None} == {1}
-        assert run.tensor("1", step=1).shape == (2, 8)
+class At(Always):
+    """A rule that fires in some steps, at another place each time."""
+
+    name = "at"
+
+    def __init__(self, *steps, action="snapshot"):
+        super().__init__(action)
+        self.steps = steps
+
+    def look(self, frame):
+        n = frame.moment.step
+        return [Alarm("at", Point(str(n)), frame.moment, 1, 0, "planned", self.action)] if n in self.steps else []
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_a_snapshot_has_the_tensors_of_the_step_that_raised_the_alarm(tmp_path, on_disk, with_optimizer):
+    model, optimizer, step = trained()
+    seen = []
+    model[2].register_forward_hook(lambda module, args, output: seen.append((args[0].detach(), output.detach())))
+    wishes = {"gradients": True, "to": tmp_path / "run" if on_disk else None, "rules": [At(3)]}
+    with watch(model, optimizer if with_optimizer else None, **wishes) as watching:
+        for _ in range(6):
+            step()
+    run = watching.run
+    whole = [record for record in run.records() if record.shape is not None]
+    assert {record.moment.step for record in whole} == {3}
+    assert {record.point.side for record in whole} == {"output", "grad_output"}
+    assert torch.equal(run.tensor("1", step=3), seen[3][0])
+    assert torch.equal(run.tensor("2", step=3), seen[3][1])
+    if on_disk:
+        assert next(iter(run.records("2", step=3))).summary.mean == pytest.approx(seen[3][1].mean().item())
+
+
+def test_a_rule_may_take_a_snapshot_and_the_same_one_stop():
+    model, optimizer, step = trained()
+    rules = [At(2, action="stop"), At(2, action="snapshot")]
+    with watch(model, optimizer, rules=rules) as watching:
+        step()
+        step()
+        with pytest.raises(Stopped):
+            step()
+    assert {record.moment.step for record in watching.run.records()} == {2}
+
+
+def test_there_are_three_snapshots_of_a_rule_and_then_nothing_is_held_any_more():
+    model, optimizer, step = trained()
+    with watch(model, optimizer, rules=[At(1, 2, 4, 5, 6)]) as watching:
+        for _ in range(8):
+            step()
+        assert not watching._gathering.holds
+        assert watching._gathering.sights == []
+    assert {record.moment.step for record in watching.run.records()} == {1, 2, 4}
+
+
+def test_what_was_changed_in_place_is_left_out_of_a_snapshot_and_said(caplog):
+    model, optimizer, step = trained(nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 1)))
+    with watch(model, optimizer, rules=[At(0)]) as watching:
+        step()
+    assert sorted(str(record.point) for record in watching.run.records()) == [".:output", "1:output", "2:output"]
+    assert "the snapshot at step=0 is without 0:output: changed in place since" in caplog.text
+
+
+def weights(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_stop_comes_before_the_optimizer_has_moved_anything(parameters):
+    model, optimizer, step = trained()
+    sink, late = Kept(), At(2, action="warn")
+    with watch(model, optimizer, parameters=parameters, rules=[At(2, action="stop"), late], sinks=[sink]) as watching:
+        step()
+        step()
+        before = weights(model)
+        with pytest.raises(Stopped, match="at step=2"):
+            step()
+        assert all(torch.equal(mine, old) for mine, old in zip(weights(model), before, strict=True))
+        assert [frame.moment.step for frame in sink.frames] == [0, 1, 2]
+        step()  # whoever goes on all the same
+    assert [alarm.action for alarm in watching.alarms] == ["stop", "warn"]
+    assert watching.counts["at", "2:output"] == 4  # both rules, twice
+    assert not torch.equal(weights(model)[0], before[0])
+
+
+def test_a_gradient_of_a_parameter_that_is_not_finite_stops_before_the_step():
+    model, optimizer, step = trained()
+    model[0].weight.register_hook(lambda gradient: gradient * float("nan"))
+    before = weights(model)
+    with (
+        watch(model, optimizer, parameters=True, rules=["nonfinite(action=stop)"]),
+        pytest.raises(Stopped, match=r"parameter 0\.weight"),
+    ):
+        step()
+    assert all(torch.equal(mine, old) for mine, old in zip(weights(model), before, strict=True))
+
+
+@pytest.mark.parametrize("judges", [False, True])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_step_with_a_closure_is_judged_after_it_or_where_the_closure_says_so(by_name, judges):
+    model, optimizer, _ = trained()
+    sink, before = Kept(), weights(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        if judges:
+            watching.judge()
+        return loss
+
+    with (
+        watch(model, optimizer, parameters=True, rules=[Always("stop")], sinks=[sink]) as watching,
+        pytest.raises(Stopped),
+    ):
+        optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    moved = not torch.equal(weights(model)[0], before[0])
+    assert moved != judges
+    assert len(sink.frames) == 1
+    gradient = next(p.gradient for p in sink.frames[0].parameters if p.name == "2.bias")
+    assert gradient.mean == pytest.approx(model[2].bias.grad.mean().item())
 
 
 def test_what_a_sink_a_rule_or_a_callback_raises_is_said_once_and_stops_nothing(caplog):
@@ -285,11 +411,26 @@ def test_what_a_sink_a_rule_or_a_callback_raises_is_said_once_and_stops_nothing(
     assert len(watching.alarms) == 4
     for words in (
         "Broken.write raised OSError",
-        "Broken.close raised",
+        "Broken did not take 3 of 3 frames",
         "the rule always raised KeyError",
         "on_alarm raised",
     ):
         assert sum(words in message for message in caplog.messages) == 1
+
+
+def test_sigterm_ends_the_block_in_order():
+    model, optimizer, step = trained()
+    sink = Kept()
+
+    def killed():
+        step()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit, match="143"), watch(model, optimizer, sinks=[sink]):
+        killed()
+    assert (len(sink.frames), sink.closed) == (1, 1)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert_no_hooks_left(model)
 
 
 def test_a_rule_used_in_two_watches_remembers_in_neither():
@@ -378,19 +519,23 @@ def test_training_is_the_same_to_the_last_bit(wish, tmp_path):
 
 
 def grown(steps):
-    """How much memory, threads and file handles `steps` steps leave behind, with everything on."""
+    """How many objects, bytes, threads, file handles and hooks `steps` steps leave behind, with everything on."""
     model, optimizer, step = trained()
     rules = ["nonfinite", "exploding", "vanishing", "dead(window=5)", "saturated", "stuck"]
     with watch(model, optimizer, gradients=True, parameters=True, statistics="full", rules=rules):
         for _ in range(100):
             step()
-        gc.collect()
-        before = len(gc.get_objects()), resident(), threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+        before = there(model)
         for _ in range(steps):
             step()
-        gc.collect()
-        after = len(gc.get_objects()), resident(), threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+        after = there(model)
     return [now - then for now, then in zip(after, before, strict=True)]
+
+
+def there(model):
+    gc.collect()
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    return len(gc.get_objects()), resident(), threading.active_count(), files, hooks_on(model)
 
 
 def resident():
@@ -400,7 +545,7 @@ def resident():
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts what /proc shows")
 @pytest.mark.parametrize("steps", [300, pytest.param(10_000, marks=pytest.mark.stress)])
 def test_many_steps_leave_nothing_behind(steps):
-    objects, memory, threads, files = grown(steps)
+    objects, memory, threads, files, hooks = grown(steps)
     assert objects < 200
     assert memory < 16 << 20
-    assert (threads, files) == (0, 0)
+    assert (threads, files, hooks) == (0, 0, 0)
