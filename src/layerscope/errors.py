@@ -3,6 +3,7 @@
     LayerscopeError
     ├── BadText          (ValueError)        a pattern, schedule, point or moment that does not parse
     ├── NoSuchPoint      (LookupError)       a pattern or name that matches nothing
+    ├── NoSuchMode       (LookupError)       a mode that the model has not
     ├── Ambiguous        (LookupError)       a name that several leaves or moments answer to
     ├── NothingRecorded  (RuntimeError)      forwards ran, and no expected tap fired
     ├── Incomplete       (RuntimeError)      on_error="raise": something asked for is missing
@@ -32,6 +33,7 @@ __all__ = [
     "LayerscopeError",
     "MissingExtra",
     "NewerFormat",
+    "NoSuchMode",
     "NoSuchPoint",
     "NotARun",
     "NothingRecorded",
@@ -52,6 +54,10 @@ class BadText(LayerscopeError, ValueError):
 
 class NoSuchPoint(LayerscopeError, LookupError):
     """A pattern or name that matches nothing."""
+
+
+class NoSuchMode(LayerscopeError, LookupError):
+    """A mode that the model has not; the message lists those it has."""
 
 
 class Ambiguous(LayerscopeError, LookupError):

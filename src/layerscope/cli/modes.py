@@ -1,0 +1,161 @@
+"""`layerscope modes`: the variants a model has, and which of its layers should stay in high precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from layerscope.cli import options
+from layerscope.cli.page import Tell, counting, put
+from layerscope.cli.record import loaded_model
+from layerscope.report.parts import Cell, Column, Document, Fact, Facts, Heading, Part, Sentence, Table, Value
+from layerscope.report.writing import many, percent
+
+if TYPE_CHECKING:
+    from layerscope.modes.preparing import Prepared
+    from layerscope.modes.sensitivity import Sensitivity, Share
+
+__all__ = ["command"]
+
+EXAMPLES = options.examples(
+    "layerscope modes tiny-transformer",
+    "layerscope modes make.py:model --modes-file modes.py",
+    "layerscope modes quamba-small --sensitivity --mode 0",
+)
+# Each layer is run twice; what ranks the layers of a model does not need all that is recorded.
+SAMPLES, TOKENS = 2, 256
+NOTHING = 0.01  # of an error is not worth a layer
+
+
+@click.command(short_help="List the variants of a model, or rank its layers by what they do to one.", epilog=EXAMPLES)
+@click.argument("model", metavar="MODEL")
+@click.option("--sensitivity", is_flag=True, help="Rank the layers by what they do to the error of --mode.")
+@options.modes("Modes to rank the layers for; several with commas.")
+@options.prepared
+@options.model_inputs
+@options.as_json
+def command(
+    model: str,
+    sensitivity: bool,
+    modes: tuple[str, ...],
+    modes_file: str | None,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """List the modes of MODEL: what each changes, its groups, and why one does not apply.
+
+    With --sensitivity, each decoder layer is put into the float model in --mode, alone, and kept in float, alone, while
+    the rest is in --mode: how much error it brings, and how much of the whole error goes.
+    """
+    if sensitivity != bool(modes):
+        raise click.UsageError("--sensitivity and --mode go together: --sensitivity --mode int8-dynamic")
+    ready = loaded_model(model, modes_file=modes_file, usual=(SAMPLES, TOKENS), **asked)
+    if sensitivity:
+        with counting("measuring") as tell:
+            page = _ranked(ready, modes, tell)
+    else:
+        page = _listed(ready)
+    put(page, "json" if as_json else "terminal")
+
+
+# The list ---------------------------------------------------------------------------------------
+
+
+def _listed(ready: Prepared) -> Document:
+    from layerscope.modes import GROUPS, modes_of, why_not
+
+    modes = [(mode, why_not(mode, ready.model)) for mode in modes_of(ready.model)]
+    columns = [Column(key, key) for key in ("mode", "applies", "about", "groups", "because")]
+    rows = [
+        (mode.name, reason is None, mode.about, [g for g in GROUPS if g in mode.groups], reason)
+        for mode, reason in modes
+    ]
+    lines = [
+        Fact(mode.name, mode.about) if reason is None else Fact(mode.name, f"does not apply: {reason}", tone="quiet")
+        for mode, reason in modes
+    ]
+    groups = [(group, [mode.name for mode, reason in modes if group in mode.groups and not reason]) for group in GROUPS]
+    name, fit = ready.loaded.name, sum(reason is None for _, reason in modes)
+    parts: list[Part] = [
+        Sentence(f"{fit} of {many(len(modes), 'mode')} apply to {name}"),
+        Table.of("modes", columns, rows, audience="data"),
+        Facts("lines", tuple(lines), audience="page"),
+        Heading("groups"),
+        Facts("groups", tuple(Fact(group, " ".join(names)) for group, names in groups), audience="page"),
+        Sentence(f"`layerscope record {name} --mode all --layers first,last -o RUNS` records them", "quiet"),
+    ]
+    return Document(f"modes of {name}", tuple(parts))
+
+
+# The ranking ------------------------------------------------------------------------------------
+
+
+def _ranked(ready: Prepared, modes: Sequence[str], tell: Tell) -> Document:
+    from layerscope.modes import choose
+    from layerscope.modes.sensitivity import sensitivity
+
+    batches = list(ready.batches())
+    parts: list[Part] = []
+    for mode in choose(modes, ready.model).modes:
+        found = sensitivity(ready.model, mode, batches, setting=ready.setting, tell=tell)
+        parts += [Heading(f"{found.mode}: {mode.about}"), *_said(found), _table(found)]
+    parts.append(
+        Sentence(
+            "returns: share of the error that goes when the layer alone is kept in float, below 0 where errors had "
+            "cancelled; alone: error of the float model with the layer alone in the mode",
+            "quiet",
+        )
+    )
+    return Document(f"which layers of {ready.loaded.name} to keep in high precision", tuple(parts))
+
+
+def _said(found: Sensitivity) -> list[Part]:
+    if not math.isfinite(found.error):
+        return [Sentence("its output is not finite: no layer can be told from another", "bad")]
+    parts: list[Part] = [Sentence(f"the output is off by {percent(found.error)} (relative L2 error)")]
+    outside, first = found.outside, found.layers[0]
+    if outside.returned > first.returned:
+        parts.append(
+            Sentence(f"what is outside the layers comes first: {percent(outside.returned)} of the error is its doing")
+        )
+    if first.returned < NOTHING:
+        parts.append(Sentence("no layer stands out: to keep one of them in float takes nothing from the error"))
+        return parts
+    parts.append(Sentence(f"keep {first.name} in float first: {percent(first.returned)} of the error goes"))
+    if found.together > first.returned:
+        parts.append(Sentence(f"{', '.join(found.kept)} together: {percent(found.together)} of it"))
+    return parts
+
+
+def _table(found: Sensitivity) -> Table:
+    columns = [
+        Column("mode", "", audience="data"),
+        Column("rank", "", "count"),
+        Column("layer", "layer", "name"),
+        Column("returned", "returns", "percent"),
+        Column("returned_bar", "", "bar", audience="page"),
+        Column("alone", "alone", "percent"),
+        Column("alone_bar", "", "bar", audience="page", rank=1),
+        Column("without", "without", "number", audience="data"),
+        Column("error", "", "number", audience="data"),
+    ]
+    rows = [_row(found, rank, share) for rank, share in enumerate(found.ranking, 1)]
+    return Table.of("layers", columns, rows)
+
+
+def _row(found: Sensitivity, rank: int, share: Share) -> Sequence[Cell | Value]:
+    returned = max(0.0, share.returned)
+    return (
+        found.mode,
+        rank,
+        share.name,
+        share.returned,
+        returned,
+        share.alone,
+        share.alone,
+        share.without,
+        found.error,
+    )

@@ -1,0 +1,49 @@
+"""Kinds of models that have modes of their own, beside the generic ones.
+
+kind_of(model)                  # None: it has the generic modes alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+
+from layerscope.models.mamba import Mamba, sample_batches
+from layerscope.modes.quamba import QUAMBA_MODES, calibrate, quantised, why_not
+from layerscope.modes.registry import Mode, Setting
+
+__all__ = ["KINDS", "Kind", "kind_of"]
+
+CALIBRATION = (8, 512)  # samples and tokens of each: scales of all the modes come from these, whatever is recorded
+ESSENTIAL = ("0", "2-1", "2-2", "2-4")
+
+
+class Kind(NamedTuple):
+    """A kind of model, and its modes."""
+
+    fits: Callable[[nn.Module], bool]
+    modes: tuple[Mode, ...]
+
+
+def _quantised(model: nn.Module, setting: Setting, *, mode: str) -> nn.Module:
+    assert isinstance(model, Mamba)
+    batches = sample_batches(*CALIBRATION, split="calibration")
+    return quantised(model, mode, calibrate(model, batches, percentile_alpha=setting.percentile_alpha))
+
+
+def _quamba(name: str, about: str) -> Mode:
+    groups = {"all", "quant_only"} | ({"essential"} if name in ESSENTIAL else set())
+    return Mode(name, about, partial(_quantised, mode=name), why_not, frozenset(groups))
+
+
+KINDS: tuple[Kind, ...] = (
+    Kind(lambda model: isinstance(model, Mamba), tuple(_quamba(name, about) for name, about in QUAMBA_MODES.items())),
+)
+
+
+def kind_of(model: nn.Module) -> Kind | None:
+    """Return the kind of a model; None for one that has the generic modes alone."""
+    return next((kind for kind in KINDS if kind.fits(model)), None)

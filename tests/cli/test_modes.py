@@ -1,0 +1,168 @@
+"""`layerscope modes`: what there is, what fits, and which layers to keep."""
+
+import json
+
+import pytest
+
+from layerscope.modes import registry
+
+NETS = """
+import torch, layerscope
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+        self.norm = nn.LayerNorm(48)
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.norm(x)
+def net():
+    torch.manual_seed(0)
+    return Net(), torch.randn(2, 48)
+def bare():
+    return Net()
+"""
+MODES = """
+import layerscope, torch
+@layerscope.mode("rough", about="the second block rounded to quarters", groups=["all", "quant_only"])
+def rough(model):
+    weight = model.blocks[1].weight
+    weight.data = (weight.data * 4).round() / 4
+@layerscope.mode("never", about="fits nothing", applies=lambda model: "it is not meant to")
+def never(model):
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_DECLARED", {})
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "modes.py").write_text(MODES)
+
+
+def test_the_modes_are_listed_with_what_they_change_and_why_one_does_not_apply(cli):
+    answer = cli("modes", "nets.py:net")
+    assert answer.code == 0
+    lines = {line.split()[0]: line for line in answer.out.splitlines() if line.strip()}
+    assert "6 of 7 modes apply to nets.py:net" in answer.out
+    assert lines["fp_only"].split() == ["fp_only", "fp32", "fp16", "bf16"]
+    assert lines["quant_only"].split() == ["quant_only", "int8-weight", "int8-dynamic", "fp8"]
+    assert "every weight and activation in bfloat16" in lines["bf16"]
+    assert "does not apply: no Linear layer is a multiple of 32 wide" in lines["int4-weight"]
+
+
+def test_the_modes_of_a_mamba_come_with_those_of_its_users(cli):
+    rows = json.loads(cli("modes", "quamba-small", "--json").out)["modes"]
+    assert [row["mode"] for row in rows][:9] == ["fp32", "0", "2-0", "2-1", "2-2", "2-3", "2-4", "3", "fp16"]
+    assert all(row["applies"] for row in rows)
+    assert rows[8]["groups"] == []
+
+
+def test_json_says_what_applies_and_why_not(cli):
+    rows = {row["mode"]: row for row in json.loads(cli("modes", "nets.py:net", "--json").out)["modes"]}
+    assert rows["fp32"] | {"about": ""} == {
+        "mode": "fp32",
+        "applies": True,
+        "about": "",
+        "groups": ["all", "fp_only", "essential"],
+        "because": None,
+    }
+    assert rows["int4-weight"]["applies"] is False
+    assert rows["int4-weight"]["because"].startswith("no Linear layer is a multiple of 32")
+
+
+def test_modes_are_listed_for_a_model_that_came_without_inputs(cli):
+    assert cli("modes", "nets.py:bare").code == 0
+
+
+def test_a_file_declares_modes(cli):
+    answer = cli("modes", "nets.py:net", "--modes-file", "modes.py")
+    assert answer.code == 0
+    assert "7 of 9 modes apply" in answer.out
+    assert "the second block rounded to quarters" in answer.out
+    assert "does not apply: it is not meant to" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "there is no file 'mine.py'"),
+        ("1 / 0", "failed to import with ZeroDivisionError"),
+        ("import layerscope\n@layerscope.mode('fp32', about='x')\ndef f(m): pass", "mode 'fp32' is built in already"),
+        ("import layerscope\n@layerscope.mode('a/b', about='x')\ndef f(m): pass", "'a/b' is no name for a mode"),
+    ],
+)
+def test_a_file_of_modes_that_does_not_read_is_one_sentence(cli, tmp_path, text, said):
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    answer = cli("modes", "nets.py:net", "--modes-file", "mine.py")
+    assert answer.code == 2
+    assert said in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_sensitivity_names_the_layer_to_keep(cli):
+    answer = cli("modes", "nets.py:net", "--modes-file", "modes.py", "--sensitivity", "--mode", "rough")
+    assert answer.code == 0
+    assert "keep blocks.1 in float first: 100% of the error goes" in answer.out
+    first = next(line for line in answer.out.splitlines() if line.split()[:2] == ["1", "blocks.1"])
+    assert first.count("█") == 28
+
+
+def test_sensitivity_in_json_has_every_layer_of_every_mode(cli):
+    args = (
+        "modes",
+        "nets.py:net",
+        "--modes-file",
+        "modes.py",
+        "--sensitivity",
+        "--mode",
+        "rough,int8-weight",
+        "--json",
+    )
+    page = json.loads(cli(*args).out)
+    rows = page["layers"]
+    assert [(row["mode"], row["layer"]) for row in rows[:1]] == [("rough", "blocks.1")]
+    assert len(rows) == 8
+    assert {row["layer"] for row in rows if row["mode"] == "int8-weight"} == {
+        *("blocks.0", "blocks.1", "blocks.2", "(outside the layers)")
+    }
+    assert rows[0]["returned"] == 1
+    assert rows[0]["alone"] == rows[0]["error"] > 0
+    assert rows[0]["without"] == 0
+
+
+def test_an_error_outside_the_layers_is_said_to_be_there(cli, tmp_path):
+    (tmp_path / "modes.py").write_text(
+        "import layerscope\n@layerscope.mode('norm', about='x')\ndef norm(model): model.norm.weight.data *= 2\n"
+    )
+    answer = cli("modes", "nets.py:net", "--modes-file", "modes.py", "--sensitivity", "--mode", "norm")
+    assert "what is outside the layers comes first: 100% of the error is its doing" in answer.out
+    assert "no layer stands out" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--sensitivity",), "--sensitivity and --mode go together"),
+        (("--mode", "fp16"), "--sensitivity and --mode go together"),
+        (("--sensitivity", "--mode", "fp32"), "there is no error to find a home for"),
+        (("--sensitivity", "--mode", "fp61"), "there is no mode 'fp61' of Net; did you mean fp16"),
+        (("--sensitivity", "--mode", "int4-weight"), "mode 'int4-weight' does not fit Net: no Linear layer"),
+        (("--sensitivity", "--mode", "fp16", "--pretrained_dir", "x"), "which 'nets.py:net' is not"),
+    ],
+)
+def test_what_cannot_be_ranked_is_exit_code_2(cli, args, said):
+    answer = cli("modes", "nets.py:net", *args)
+    assert answer.code == 2
+    assert said in answer.err
+
+
+def test_an_unknown_model_is_one_sentence(cli):
+    answer = cli("modes", "quamba-smal")
+    assert answer.code == 2
+    assert "did you mean quamba-small" in answer.err
+    assert answer.err.count("\n") == 1
