@@ -25,12 +25,17 @@ __all__ = ["Suspect", "blocks_of", "suspects_of"]
 class Suspect:
     """A module to blame: its name, the row that says so, and which module of the reference's it turned out to be.
 
-    `row.judged.name` is where its values can be put right; `swapped` is the block whose weights it holds.
+    `swapped` is the block whose weights it holds.
     """
 
     name: str
     row: Row
     swapped: str | None = None
+
+    @property
+    def place(self) -> str:
+        """The module whose output can be put right: the suspect, or the one that uses its weights."""
+        return self.name if self.swapped is not None else self.row.judged.name
 
 
 def suspects_of(rows: Sequence[Row], passes: Passes) -> list[Suspect]:

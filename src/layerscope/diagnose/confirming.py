@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from layerscope.diagnose.blaming import Suspect
 from layerscope.diagnose.finding import Final
-from layerscope.diagnose.guiding import Guidance
+from layerscope.diagnose.looking import Look
 from layerscope.diagnose.passes import Outputs, Passes
 
 __all__ = ["Confirmation", "confirm"]
@@ -30,37 +30,29 @@ class Confirmation(NamedTuple):
     made: float | None = None
 
 
-def confirm(suspects: Sequence[Suspect], passes: Passes, final: Final) -> tuple[list[Confirmation], Final]:
+def confirm(suspects: Sequence[Suspect], passes: Passes, final: Final, look: Look) -> tuple[list[Confirmation], Final]:
     """Try each suspect, the first few of them, and all of them together."""
-    names = [_place_of(suspect) for suspect in suspects]
-    whole = passes.candidate(Guidance(whole=frozenset(names[:MOST]), only=())).outputs
+    names = [suspect.place for suspect in suspects]
     proofs: list[Confirmation] = []
     for name in names[:MOST]:
-        theirs: Outputs = {key: outputs for key, outputs in whole.items() if key[0] == name}
+        theirs: Outputs = {key: outputs for key, outputs in look.outputs.items() if key[0] == name}
         made = passes.final(passes.ours, theirs) if theirs else None
-        proofs.append(Confirmation(_removed(passes.final(passes.theirs, _right([name], passes)), final), made))
-    together = proofs[0].removed
-    if len(names) > 1:
-        together = _removed(passes.final(passes.theirs, _right(names, passes)), final)
+        proofs.append(Confirmation(_removed([name], passes, final), made))
+    together = proofs[0].removed if len(names) == 1 else _removed(names, passes, final)
     return proofs + [Confirmation()] * (len(names) - len(proofs)), replace(final, removed=together)
 
 
-def _right(names: Collection[str], passes: Passes) -> Outputs:
-    """Return what the reference's modules of these names gave."""
-    return {
-        key: {leaf: held.tensor for leaf, held in call.outputs.items()}
-        for key, call in passes.captured.calls.items()
-        if key[0] in names
-    }
-
-
-def _place_of(suspect: Suspect) -> str:
-    """Return the module whose output can be put right: the suspect, or the one that uses its weights."""
-    return suspect.name if suspect.swapped is not None else suspect.row.judged.name
-
-
-def _removed(after: float | None, final: Final) -> float | None:
+def _removed(names: Collection[str], passes: Passes, final: Final) -> float | None:
+    """Return what share of the final error goes with the reference's outputs in these places."""
     before, floor = final.error, final.floor or 0.0
-    if after is None or before is None or before <= VISIBLE * floor or before == floor:
+    if before is None or before <= VISIBLE * floor:
         return None
-    return min(1.0, max(0.0, (before - after) / (before - floor)))
+    after = passes.final(
+        passes.theirs,
+        {
+            key: {leaf: held.tensor for leaf, held in call.outputs.items()}
+            for key, call in passes.captured.calls.items()
+            if key[0] in names
+        },
+    )
+    return None if after is None else min(1.0, max(0.0, (before - after) / (before - floor)))

@@ -28,11 +28,13 @@ from layerscope.diagnose.evidence import evident
 from layerscope.diagnose.explaining import explain
 from layerscope.diagnose.finding import Blame, Final, Finding, Judged, called
 from layerscope.diagnose.guiding import Guidance, Guided, Place
+from layerscope.diagnose.judging import is_doubtful
+from layerscope.diagnose.looking import look_again
 from layerscope.diagnose.measuring import Measured
 from layerscope.diagnose.passes import Passes, told
 from layerscope.diagnose.quantised import quantised
 from layerscope.diagnose.ranking import ranked
-from layerscope.diagnose.rows import Row, judged_rows
+from layerscope.diagnose.rows import Row, code_of, judged_rows
 from layerscope.diagnose.sides import Side
 from layerscope.diagnose.state import kept
 from layerscope.errors import Unsupported
@@ -81,6 +83,7 @@ class _Diagnosis:
 
     def __init__(self, passes: Passes, say: Callable[[str], None]) -> None:
         self.passes = passes
+        self.floor = Guided()
         self.say = say
 
     def finding(self) -> Finding:
@@ -100,8 +103,9 @@ class _Diagnosis:
         blames: list[Blame] = []
         if suspects:
             self.say(f"looking into {', '.join(called(s.name) for s in suspects[:3])}")
-            causes = explain(suspects, passes, guided)
-            proofs, final = confirm(suspects, passes, final)
+            look = look_again(suspects, passes, self.floor)
+            causes = explain(suspects, passes, guided, look)
+            proofs, final = confirm(suspects, passes, final, look)
             for suspect, cause, proof in zip(suspects, causes, proofs, strict=True):
                 row = as_named(suspect.row.judged)
                 blames.append(Blame(ours[suspect.name], cause, row, proof.removed, proof.made))
@@ -118,27 +122,35 @@ class _Diagnosis:
     def rows(self, guided: Guided) -> list[Row]:
         """Judge every call, by the floor and, where something differs from that too, by what a nudge does."""
         passes, leniency = self.passes, 1.0
-        floor: dict[Place, Measured] = {}
+        floor = Guided()
         passes.learn(guided)
-        if self.other_dtypes():
+        if self.passes.other_dtypes:
             self.say("running the reference in the candidate's dtypes")
-            ran = passes.floor(Guidance(known=guided.measured))
-            floor = ran.measured
-            if ran.raised is not None:
+            floor = passes.floor(Guidance(known=guided.measured))
+            if floor.raised is not None:
                 leniency = UNKNOWN
                 passes.notes.append(
-                    f"the reference does not run in the candidate's dtypes ({told(ran.raised)}): from there on the "
+                    f"the reference does not run in the candidate's dtypes ({told(floor.raised)}): from there on the "
                     f"floor is an estimate, and modules are judged {UNKNOWN:.0f} times more leniently."
                 )
-        odd = {place for place, m in guided.measured.items() if not (m.equal or _same_bits(m, floor.get(place)))}
-        nudged = passes.floor(Guidance(again=NUDGE, only=odd)).measured if odd else {}
-        rows = [evident(row, passes) for row in judged_rows(passes, guided, floor, nudged, leniency=leniency)]
+        self.floor = floor
+        nudged: dict[Place, Measured] = {}
+        doubtful = {
+            place
+            for place, measure in guided.measured.items()
+            if is_doubtful(
+                measure,
+                floor=floor.measured.get(place),
+                code=code_of(place.owner[0], passes),
+                leniency=leniency,
+            )
+        }
+        if doubtful:
+            self.say("trying what a unit in the last place does")
+            nudged = passes.floor(Guidance(again=NUDGE, only=doubtful)).measured
+        judged = judged_rows(passes, guided, floor.measured, nudged, leniency=leniency)
+        rows = [evident(row, passes) for row in judged]
         return self.randomness(rows, guided) if passes.drew else rows
-
-    def other_dtypes(self) -> bool:
-        """Tell whether the candidate computes in other dtypes than the reference."""
-        with self.passes.in_dtypes() as weights:
-            return weights or self.passes.lowered is not None
 
     def randomness(self, rows: list[Row], guided: Guided) -> list[Row]:
         """Tell what differs because it is drawn: it differs from itself with another seed."""
@@ -157,7 +169,7 @@ class _Diagnosis:
 
     def final(self) -> Final:
         """Measure the candidate's output, and the reference's in the candidate's dtypes."""
-        return Final(self.passes.error, self.passes.final_floor() if self.other_dtypes() else 0.0)
+        return Final(self.passes.error, self.passes.final_floor() if self.passes.other_dtypes else 0.0)
 
 
 NUDGE = 1

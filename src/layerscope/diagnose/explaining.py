@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -15,6 +14,7 @@ from layerscope.diagnose.blaming import Suspect
 from layerscope.diagnose.causes import Case, Cause, cause_of
 from layerscope.diagnose.evidence import partner_of, uncalled_in
 from layerscope.diagnose.guiding import Guidance, Guided, Place
+from layerscope.diagnose.looking import Look
 from layerscope.diagnose.operations import Operation, differences
 from layerscope.diagnose.passes import Passes
 from layerscope.diagnose.visiting import Key
@@ -22,13 +22,12 @@ from layerscope.diagnose.visiting import Key
 __all__ = ["explain"]
 
 
-def explain(suspects: Sequence[Suspect], passes: Passes, guided: Guided) -> list[Cause]:
-    """Run both models once more, keep the values that decided, and name the cause of each."""
-    values = _Values.of([suspect.row.place for suspect in suspects if suspect.row.place is not None], passes)
-    return [_cause(suspect, passes, guided, values, drill=at < MOST) for at, suspect in enumerate(suspects)]
+def explain(suspects: Sequence[Suspect], passes: Passes, guided: Guided, look: Look) -> list[Cause]:
+    """Name the cause of each, as far as the evidence goes."""
+    return [_cause(suspect, passes, guided, look, drill=at < MOST) for at, suspect in enumerate(suspects)]
 
 
-def _cause(suspect: Suspect, passes: Passes, guided: Guided, values: _Values, *, drill: bool) -> Cause:
+def _cause(suspect: Suspect, passes: Passes, guided: Guided, look: Look, *, drill: bool) -> Cause:
     if suspect.swapped is not None:
         evidence = {"relation": "exchanged", "owner": suspect.swapped}
         return Cause("weights", f"it holds the weights of {suspect.swapped}", evidence)
@@ -48,9 +47,9 @@ def _cause(suspect: Suspect, passes: Passes, guided: Guided, values: _Values, *,
         case = replace(
             case,
             wanted=_wanted(place, passes),
-            got=values.got.get(place),
-            floor=values.floor.get(place),
-            again=values.again.get(place),
+            got=look.got.get(place),
+            floor=look.floor.get(place),
+            again=look.again.get(place),
             what=str(place),
         )
     found = cause_of(case)
@@ -62,22 +61,6 @@ def _cause(suspect: Suspect, passes: Passes, guided: Guided, values: _Values, *,
 
 
 MOST = 3  # suspects whose own code is looked into, operation by operation
-
-
-class _Values(NamedTuple):
-    """What was got at some places: by the candidate, by the floor, and by the candidate with another seed."""
-
-    got: dict[Place, torch.Tensor]
-    floor: dict[Place, torch.Tensor]
-    again: dict[Place, torch.Tensor]
-
-    @classmethod
-    def of(cls, places: Sequence[Place], passes: Passes) -> _Values:
-        guidance = Guidance(keep=frozenset(places), only=())
-        again = {}
-        if passes.seed is not None:
-            again = passes.candidate(replace(guidance, seed=passes.seed + 1)).kept
-        return cls(passes.candidate(guidance).kept, passes.floor(guidance).kept, again)
 
 
 def _wanted(place: Place, passes: Passes) -> torch.Tensor | None:
@@ -93,7 +76,7 @@ def _wanted(place: Place, passes: Passes) -> torch.Tensor | None:
 
 def _operations(key: Key, passes: Passes) -> tuple[Operation, ...]:
     """Log the own code of one call in both models and at the floor, and tell where it differs."""
-    guidance = Guidance(trace=key, only=())
+    guidance = Guidance(trace=key, only=(), until=(key,))
     logs = [run(guidance).traced for run in (passes.reference, passes.candidate, passes.floor)]
     try:
         return differences(*logs)

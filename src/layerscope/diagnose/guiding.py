@@ -11,6 +11,7 @@ all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from layerscope.diagnose.visiting import Frame, Key, reseed, visiting
 from layerscope.points import Leaf, leaf_text
 from layerscope.runtimes.values import argument_leaves, leaves, replaced
 
-__all__ = ["Guidance", "Guided", "Place", "cast", "guide", "nudged"]
+__all__ = ["Guidance", "Guided", "Nudge", "Place", "cast", "guide"]
 
 
 class Place(NamedTuple):
@@ -78,8 +79,8 @@ class Guidance:
     Inside a call of `whole` nothing is replaced, so that its output is all its own, and is kept. `keep` are places
     whose value is kept. `again` hands every value on with a change of one unit in the last place, drawn from that seed.
     `only` are the places worth measuring. `known` are the measures of another model: a value with the same bits has the
-    same measure. `seed` is set anew at every call. `trace` is the call whose own code is logged, operation by
-    operation.
+    same measure, and one with others is kept. `seed` is set anew at every call. `trace` is the call whose own code is
+    logged, operation by operation. `until` are the calls after which nothing is left to be seen: the run ends there.
     """
 
     whole: Collection[str] = ()
@@ -89,6 +90,10 @@ class Guidance:
     seed: int | None = None
     keep: Collection[Place] = ()
     trace: Key | None = None
+    until: Collection[Key] = ()
+
+
+SPARE = 256 << 20  # bytes of values that may be kept because they are not what another model gave
 
 
 def guide(
@@ -107,10 +112,16 @@ def guide(
                 run()
             else:
                 guiding.result.traced = traced(run, inside=guiding.is_traced)
+        except _Enough:
+            pass
         except Exception as error:
             guiding.result.raised = error
             guiding.result.at = guiding.key(under_way[-1]) if under_way else None
     return guiding.result
+
+
+class _Enough(BaseException):
+    """Ends a run that has shown what it was made for."""
 
 
 class _Guiding:
@@ -123,7 +134,9 @@ class _Guiding:
         self.result = Guided()
         self.under_way: list[Frame] = []
         self.busy = False
-        self.drawing = None if guidance.again is None else torch.Generator().manual_seed(guidance.again)
+        self.spare = SPARE
+        self.waiting = set(guidance.until)
+        self.nudge = None if guidance.again is None else Nudge(guidance.again)
 
     def key(self, frame: Frame) -> Key:
         return self.partners[frame.name][0].reference, frame.call
@@ -142,9 +155,14 @@ class _Guiding:
     def leave(self, frame: Frame, value: Any) -> Any:
         self.busy = True
         try:
-            return self.left(frame, value)
+            value = self.left(frame, value)
         finally:
             self.busy = False
+        if self.waiting:
+            self.waiting.discard(self.key(frame))
+            if not self.waiting:
+                raise _Enough
+        return value
 
     def entered(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         key = self.key(frame)
@@ -191,7 +209,7 @@ class _Guiding:
                 self.measure(place, wanted, got)
             whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
             if len(pieces) > 1:
-                return cast(whole, like=tensor, drawing=self.drawing)
+                return cast(whole, like=tensor, nudge=self.nudge)
             passing = (key, "output", pairs[leaf])
             # What comes back to an output has passed the code around this module.
             return self.put(
@@ -204,7 +222,7 @@ class _Guiding:
         self, own: torch.Tensor, wanted: torch.Tensor, passing: tuple[Key, str, Leaf], place: Place | None
     ) -> torch.Tensor:
         """Return the reference's value in the form of one's own; gradients are put right on their way back."""
-        value = cast(wanted, like=own, drawing=self.drawing)
+        value = cast(wanted, like=own, nudge=self.nudge)
         gradients = self.captured.gradients
         if gradients is None or value.shape != own.shape:
             return value
@@ -215,7 +233,7 @@ class _Guiding:
                 return gradient
             if place is not None:
                 self.measure(place, right, gradient)
-            return cast(right, like=gradient, drawing=self.drawing)
+            return cast(right, like=gradient, nudge=self.nudge)
 
         return boundary(own, value, back)
 
@@ -236,8 +254,11 @@ class _Guiding:
         with torch.no_grad():
             if known is not None and known.dtype == got.dtype and known.digest == bits(got):
                 self.result.measured[place] = known
-            else:
-                self.result.measured[place] = measured(wanted, got)
+                return
+            self.result.measured[place] = measured(wanted, got)
+            if known is not None and got.nbytes <= self.spare:
+                self.spare -= got.nbytes
+                self.result.kept[place] = got.detach().clone()
 
 
 def paired(own: Iterable[tuple[Leaf, torch.Tensor]], reference: Mapping[Leaf, Held]) -> dict[Leaf, Leaf]:
@@ -275,26 +296,46 @@ def _piece(part: Part, call: Call | None, leaf: Leaf) -> torch.Tensor | None:
     return tensor if part.reference_cut is None else tensor[..., slice(*part.reference_cut)]
 
 
-def cast(value: torch.Tensor, *, like: torch.Tensor, drawing: torch.Generator | None = None) -> torch.Tensor:
+def cast(value: torch.Tensor, *, like: torch.Tensor, nudge: Nudge | None = None) -> torch.Tensor:
     """Return a copy in another's dtype, on its device and, where as many elements fit, in its shape.
 
     A finite number stays finite: what float16 cannot hold becomes the largest it can, as in a mask of its own.
     """
     made = value.detach().to(device=like.device, dtype=like.dtype, copy=True)
     if made.is_floating_point():
-        if drawing is not None:
-            made = nudged(made, drawing, max(torch.finfo(t.dtype).eps for t in (value, like)))
-        if like.dtype != value.dtype and not made.isfinite().all():
+        if nudge is not None:
+            made = nudge(made, max(torch.finfo(t.dtype).eps for t in (value, like)))
+        if like.dtype != value.dtype and made.numel() and not math.isfinite(sum(end.item() for end in made.aminmax())):
             info = torch.finfo(like.dtype)
-            finite = value.to(like.device).isfinite() & ~made.isfinite()
-            made = torch.where(finite, torch.where(value.to(like.device) > 0, info.max, info.min).to(like.dtype), made)
+            given = value.detach().to(like.device)
+            lost = given.isfinite() & ~made.isfinite()
+            made = torch.where(lost, torch.where(given > 0, info.max, info.min).to(like.dtype), made)
     return made.reshape(like.shape) if made.shape != like.shape and made.numel() == like.numel() else made
 
 
-def nudged(value: torch.Tensor, drawing: torch.Generator, unit: float) -> torch.Tensor:
-    """Move every number by about one unit in the last place, up or down."""
-    signs = torch.randint(0, 2, value.shape, generator=drawing, dtype=torch.int8).to(value.device)
-    step = unit * 0.75
-    wide = value if value.dtype == torch.float64 else value.float()
-    moved = (wide * (1 + step * (2 * signs.to(wide.dtype) - 1))).to(value.dtype)
-    return torch.where(moved.isfinite(), moved, value)
+class Nudge:
+    """Moves every number by about one unit in the last place, up or down, the same way whenever it is asked again.
+
+    Signs are drawn once for the largest tensor, and each tensor begins somewhere else among them.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._drawing = torch.Generator().manual_seed(seed)
+        self._signs = torch.empty(0)
+        self._turn = 0
+
+    def __call__(self, value: torch.Tensor, unit: float) -> torch.Tensor:
+        """Return the moved numbers; what would not stay finite stays as it is."""
+        wide = value if value.dtype == torch.float64 else value.float()
+        moved = torch.addcmul(wide, wide, self._like(wide), value=0.75 * unit).to(value.dtype)
+        ends = moved.aminmax() if moved.numel() else ()
+        return moved if all(math.isfinite(end.item()) for end in ends) else torch.where(moved.isfinite(), moved, value)
+
+    def _like(self, value: torch.Tensor) -> torch.Tensor:
+        count = value.numel()
+        if self._signs.numel() < 2 * count or self._signs.device != value.device:
+            drawn = torch.randint(0, 2, (2 * count,), generator=self._drawing, dtype=torch.int8)
+            self._signs = drawn.to(value.device).to(torch.float32).mul_(2).sub_(1)
+        self._turn += 1
+        start = self._turn * 7919 % (self._signs.numel() - count + 1)
+        return self._signs[start : start + count].view(value.shape).to(value.dtype)

@@ -18,7 +18,7 @@ import torch
 from layerscope.diagnose.finding import Kind
 from layerscope.diagnose.measuring import Measured, rounding
 
-__all__ = ["LIMITS", "Code", "Judgement", "judge", "worse"]
+__all__ = ["LIMITS", "Code", "Judgement", "is_doubtful", "judge", "worse"]
 
 Code = Literal["same", "patched", "other"]
 
@@ -95,6 +95,21 @@ def judge(
     if got.worst > WORST * limit / LIMITS["same"] * tail:
         return decided("root", f"its worst value is off {_times(got.worst / tail)} as far as rounding's worst", ratio)
     return decided("noise", f"error {_times(ratio)} the {_name(got.dtype)} floor", certain=False)
+
+
+def is_doubtful(got: Measured, *, floor: Measured | None, code: Code, leniency: float = 1.0) -> bool:
+    """Tell whether what a nudge does could change the judgement of a value.
+
+    It is not when nothing differs, nor when the error is far beyond what a unit in the last place can do: the floor has
+    seen every input rounded already.
+    """
+    if got.equal or not got.shape or (floor is not None and (floor.digest, floor.dtype) == (got.digest, got.dtype)):
+        return False
+    base = max(got.rounding, floor.error if floor is not None and math.isfinite(floor.error) else 0.0)
+    return not got.error > CLEAR * LIMITS[code] * leniency * base
+
+
+CLEAR = 4.0
 
 
 def worse(judgement: Judgement) -> tuple[bool, bool, float]:

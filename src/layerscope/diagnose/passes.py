@@ -7,7 +7,6 @@ passes.candidate(); passes.floor()
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 
 from layerscope.compare.rules import Rule
 from layerscope.diagnose.capturing import Captured, capture
-from layerscope.diagnose.guiding import Guidance, Guided, Place, cast, guide, nudged
+from layerscope.diagnose.guiding import Guidance, Guided, Nudge, Place, cast, guide
 from layerscope.diagnose.measuring import measured, rounding
 from layerscope.diagnose.pairing import Pairing, Part, pair
-from layerscope.diagnose.sides import LOWERED, Side, in_dtypes_of, main_dtype
+from layerscope.diagnose.sides import LOWERED, Casting, Side, cast_weights, castings, main_dtype
 from layerscope.diagnose.state import RandomState
 from layerscope.diagnose.visiting import Frame, Key, reseed, visiting
 from layerscope.errors import BadModel
@@ -53,6 +52,7 @@ class Passes:
     drew: bool
     raised: Exception | None
     error: float | None = None
+    castings: list[Casting] = field(default_factory=list)
     lowered: torch.dtype | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -84,6 +84,8 @@ class Passes:
             if number == 0
         }
         passes = cls(ours, theirs, restore, captured, pair(gave, shapes, rules=rules), seed, drew, raised)
+        default = main_dtype(theirs.model)
+        passes.castings = castings(ours.modules, theirs.modules, names=passes.pairing.names, default=default)
         if raised is None:
             as_it_is = seed is None and not compiled_parts(theirs.model)
             passes.error = passes.error_of(output) if as_it_is else passes.final(theirs)
@@ -102,7 +104,8 @@ class Passes:
 
     def floor(self, guidance: Guidance | None = None) -> Guided:
         """Run the reference in the candidate's dtypes on its own values."""
-        with self.in_dtypes(again=guidance.again if guidance else None):
+        nudge = Nudge(guidance.again) if guidance is not None and guidance.again is not None else None
+        with cast_weights(self.castings, nudge=nudge):
             return self._guide(self.ours, self.pairing.reference, guidance, as_theirs=True)
 
     def reference(self, guidance: Guidance) -> Guided:
@@ -136,7 +139,7 @@ class Passes:
 
     def final_floor(self) -> float | None:
         """Return how far off the reference is at its end when it runs in the candidate's dtypes."""
-        with self.in_dtypes():
+        with cast_weights(self.castings):
             return self.final(self.ours, as_theirs=True)
 
     def error_of(self, output: Any) -> float | None:
@@ -153,16 +156,10 @@ class Passes:
         """Run the reference on inputs in the candidate's dtype, under autocast where the candidate is."""
         return self.ours.run(dtype=main_dtype(self.theirs.model), lowered=self.lowered)
 
-    def in_dtypes(self, *, again: int | None = None) -> AbstractContextManager[bool]:
-        """Return a block in which the reference has the candidate's dtypes; it tells whether that changes any."""
-        drawing = None if again is None else torch.Generator().manual_seed(again)
-        return in_dtypes_of(
-            self.ours.modules,
-            self.theirs.modules,
-            names=self.pairing.names,
-            default=main_dtype(self.theirs.model),
-            nudge=None if drawing is None else lambda tensor, unit: nudged(tensor, drawing, unit),
-        )
+    @property
+    def other_dtypes(self) -> bool:
+        """Whether the candidate computes in other dtypes than the reference."""
+        return bool(self.castings) or self.lowered is not None
 
     def learn(self, guided: Guided) -> None:
         """Note whether the candidate computes in a coarser dtype than its weights have: it runs under autocast.
@@ -268,9 +265,9 @@ def _shapes(side: Side) -> tuple[dict[str, tuple[int, ...] | None], Any, Excepti
 
 
 def _budget(ours: Side, theirs: Side) -> int:
-    """Return how many bytes of a device may be held: half of what the weights take, and a little for small models."""
+    """Return how many bytes of a device may be held: a quarter of what the weights take, and some for small models."""
     weights = sum(tensor.nbytes for side in (ours, theirs) for tensor in side.model.parameters())
-    return max(weights // 2, 256 << 20)
+    return max(weights // 4, 256 << 20)
 
 
 def told(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from layerscope.diagnose.measuring import Measured
 from layerscope.diagnose.passes import Passes, told
 from layerscope.diagnose.visiting import Key
 
-__all__ = ["Row", "judged_rows"]
+__all__ = ["Row", "code_of", "judged_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def judged_rows(
         elif not owned[key]:
             rows.append(Row(replace(base, kind="unplayed", because=_silent(candidate, key))))
         else:
-            code = _code(passes, name)
+            code = code_of(name, passes)
             judgements = {
                 place: judge(
                     candidate.measured[place],
@@ -125,7 +125,7 @@ def _silent(candidate: Guided, key: Key) -> str:
     return "it gave no tensor that could be compared"
 
 
-def _code(passes: Passes, name: str) -> Code:
+def code_of(name: str, passes: Passes) -> Code:
     """Tell what is known of the code of a module and its partner."""
     ours = passes.ours.modules.by_name[name]
     theirs = passes.theirs.modules.by_name[passes.pairing.names[name]]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from layerscope.models.inputs import Inputs
 from layerscope.runtimes.eager import Modules, modules_of
 from layerscope.runtimes.values import leaves, replaced
 
-__all__ = ["LOSS_SCALE", "LOWERED", "Side", "in_dtypes_of", "loss_of", "main_dtype"]
+__all__ = ["LOSS_SCALE", "LOWERED", "Side", "cast_weights", "castings", "loss_of", "main_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,37 +126,50 @@ def _device(model: nn.Module) -> torch.device | None:
     return None if first is None else first.device
 
 
-@contextmanager
-def in_dtypes_of(
-    reference: Modules,
-    candidate: Modules,
-    *,
-    names: Mapping[str, str],
-    default: torch.dtype | None,
-    nudge: Callable[[torch.Tensor, float], torch.Tensor] | None = None,
-) -> Iterator[bool]:
-    """Give every parameter and buffer of the reference the dtype of its counterpart; tell whether any changed.
+class Casting(NamedTuple):
+    """A tensor of the reference that has another dtype in the candidate."""
 
-    The modules hold other tensors for a while; the reference's own are not touched, and come back at the end. `names`
-    are those of its modules in the candidate; what has no counterpart there gets the default. `nudge` moves those that
-    become more exact than they were, by as much as they had been rounded.
+    module: nn.Module
+    key: str
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+
+def castings(
+    reference: Modules, candidate: Modules, *, names: Mapping[str, str], default: torch.dtype | None
+) -> list[Casting]:
+    """Return the parameters and buffers of the reference that have another dtype in the candidate.
+
+    `names` are those of its modules there; what has no counterpart gets the default.
+    """
+    found: list[Casting] = []
+    for name, module in reference.by_name.items():
+        partner = candidate.by_name.get(names.get(name, name))
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_floating_point():
+                other = getattr(partner, key, None)
+                dtype = other.dtype if isinstance(other, torch.Tensor) and other.is_floating_point() else default
+                if dtype is not None and dtype != tensor.dtype:
+                    found.append(Casting(module, key, tensor, dtype))
+    return found
+
+
+@contextmanager
+def cast_weights(
+    which: Sequence[Casting], *, nudge: Callable[[torch.Tensor, float], torch.Tensor] | None = None
+) -> Iterator[None]:
+    """Let modules hold their tensors in other dtypes for a while; their own are not touched, and come back at the end.
+
+    `nudge` moves those that become more exact than they were, by as much as they had been rounded.
     """
     made: dict[int, torch.Tensor] = {}
     with ExitStack() as stack:
-        for name, module in reference.by_name.items():
-            partner = candidate.by_name.get(names.get(name, name))
-            for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if tensor is None or not tensor.is_floating_point():
-                    continue
-                other = getattr(partner, key, None)
-                dtype = other.dtype if isinstance(other, torch.Tensor) and other.is_floating_point() else default
-                if dtype is None or dtype == tensor.dtype:
-                    continue
-                if id(tensor) not in made:
-                    made[id(tensor)] = _cast(tensor, dtype, nudge)
-                stack.callback(setattr, module, key, tensor)
-                setattr(module, key, made[id(tensor)])
-        yield bool(made)
+        for module, key, tensor, dtype in which:
+            if id(tensor) not in made:
+                made[id(tensor)] = _cast(tensor, dtype, nudge)
+            stack.callback(setattr, module, key, tensor)
+            setattr(module, key, made[id(tensor)])
+        yield
 
 
 # What autocast runs in the lower precision.

@@ -22,14 +22,14 @@ __all__ = ["RandomState", "kept"]
 
 @contextmanager
 def kept(*models: nn.Module) -> Iterator[Callable[[], None]]:
-    """Hand out a call that puts the models back as they are now; it is made once more at the end, come what may."""
+    """Hand out a call that puts the models back for another run; the end puts back all there is, come what may."""
     saved = [_Module.of(module) for model in models for module in model.modules()]
     grads = [(p, p.grad) for model in models for p in model.parameters()]
     random = RandomState()
 
-    def restore() -> None:
+    def restore(*, wholly: bool = False) -> None:
         for module in saved:
-            module.restore()
+            module.restore(wholly=wholly)
         for parameter, grad in grads:
             parameter.grad = grad
         random.restore()
@@ -37,7 +37,7 @@ def kept(*models: nn.Module) -> Iterator[Callable[[], None]]:
     try:
         yield restore
     finally:
-        restore()
+        restore(wholly=True)
 
 
 class _Module(NamedTuple):
@@ -46,22 +46,25 @@ class _Module(NamedTuple):
     module: nn.Module
     attributes: dict[str, Any]
     containers: list[tuple[Any, Any]]
+    inner: list[tuple[Any, Any]]
     contents: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
     def of(cls, module: nn.Module) -> _Module:
         attributes = dict(module.__dict__)
-        containers = [(v, v.copy()) for v in attributes.values() if isinstance(v, (dict, list, set))]
+        held = {key: value for key, value in attributes.items() if isinstance(value, (dict, list, set))}
+        containers = [(v, v.copy()) for key, v in held.items() if key not in _TORCHS]
+        inner = [(v, v.copy()) for key, v in held.items() if key in _TORCHS]
         loose = (v for v in attributes.values() if isinstance(v, torch.Tensor))
         tensors = [t for t in (*module._buffers.values(), *loose) if t is not None]
-        return cls(module, attributes, containers, [(t, t.detach().clone()) for t in tensors])
+        return cls(module, attributes, containers, inner, [(t, t.detach().clone()) for t in tensors])
 
-    def restore(self) -> None:
+    def restore(self, *, wholly: bool) -> None:
         now = self.module.__dict__
         for key in [key for key in now if key not in self.attributes]:
             del now[key]
         now.update(self.attributes)
-        for live, content in self.containers:
+        for live, content in (*self.containers, *(self.inner if wholly else ())):
             if isinstance(live, list):
                 live[:] = content
             elif isinstance(live, dict):
@@ -76,6 +79,11 @@ class _Module(NamedTuple):
                 # Batch norm writes its running statistics without a trace in the tensor's version.
                 if not torch.equal(tensor, content):
                     tensor.copy_(content)
+
+
+# What torch keeps in every module: hooks, parameters, children. A forward that changes those is rare, and to look at
+# them after every run is not for free.
+_TORCHS = frozenset(nn.Module().__dict__)
 
 
 class RandomState:

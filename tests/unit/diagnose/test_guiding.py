@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from layerscope.diagnose.capturing import capture
-from layerscope.diagnose.guiding import Guidance, Place, cast, guide
+from layerscope.diagnose.guiding import Guidance, Nudge, Place, cast, guide
 from layerscope.diagnose.pairing import pair
 
 
@@ -83,7 +83,7 @@ def test_a_nudge_moves_every_value_by_a_unit_in_the_last_place():
     value = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         like = value.to(dtype)
-        nudged = cast(value, like=like, drawing=torch.Generator().manual_seed(0))
+        nudged = cast(value, like=like, nudge=Nudge(0))
         off = ((nudged.double() - like.double()) / like.double()).abs()
         assert nudged.dtype == dtype
         assert float((off > 0).float().mean()) > 0.99

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerscope.diagnose.sides import LOSS_SCALE, Side, in_dtypes_of, loss_of, main_dtype
+from layerscope.diagnose.sides import LOSS_SCALE, Side, cast_weights, castings, loss_of, main_dtype
 from layerscope.errors import BadModel
 from layerscope.runtimes.eager import modules_of
 
@@ -54,9 +54,8 @@ def test_the_reference_has_the_candidates_dtypes_for_a_while_and_its_own_tensors
     reference = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.LSTM(2, 2))
     candidate = nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.LayerNorm(2), nn.LSTM(2, 2).bfloat16())
     before = dict(reference.named_parameters())
-    sides = modules_of(reference), modules_of(candidate)
-    with in_dtypes_of(*sides, names={}, default=torch.bfloat16) as changed:
-        assert changed
+    which = castings(modules_of(reference), modules_of(candidate), names={}, default=torch.bfloat16)
+    with cast_weights(which):
         assert [p.dtype for p in reference[0].parameters()] == [torch.bfloat16] * 2
         assert [p.dtype for p in reference[1].parameters()] == [torch.float32] * 2
         assert {w.dtype for w in reference[2]._flat_weights} == {torch.bfloat16}
@@ -68,14 +67,13 @@ def test_tied_weights_stay_tied():
     reference = nn.ModuleDict({"a": nn.Embedding(3, 2), "b": nn.Linear(2, 3, bias=False)})
     reference["b"].weight = reference["a"].weight
     candidate = nn.ModuleDict({"a": nn.Embedding(3, 2), "b": nn.Linear(2, 3, bias=False)}).half()
-    with in_dtypes_of(modules_of(reference), modules_of(candidate), names={}, default=None):
+    with cast_weights(castings(modules_of(reference), modules_of(candidate), names={}, default=None)):
         assert reference["a"].weight is reference["b"].weight
         assert reference["a"].weight.dtype == torch.float16
 
 
 def test_nothing_changes_when_the_dtypes_are_the_same():
-    with in_dtypes_of(modules_of(Takes()), modules_of(Takes()), names={}, default=torch.float32) as changed:
-        assert not changed
+    assert not castings(modules_of(Takes()), modules_of(Takes()), names={}, default=torch.float32)
 
 
 def test_the_main_dtype_is_that_of_most_weights():
