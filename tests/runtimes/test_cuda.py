@@ -431,3 +431,39 @@ def test_the_device_gets_its_memory_back():
         del rec
         gc.collect()
     assert torch.cuda.memory_allocated() == before
+
+
+# Compiled models --------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
+@torch.no_grad()
+def test_what_a_cuda_graph_computes_is_copied_before_its_next_replay_writes_over_it():
+    torch.manual_seed(0)
+    model = zoo.Holder(lambda m, x: m.b(m.a(x).relu()), a=nn.Linear(64, 64), b=nn.Linear(64, 64)).cuda()
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    inputs = [torch.randn(8, 64, device="cuda") for _ in range(12)]
+    expected = [model.a(x) for x in inputs]
+    with ls.record(compiled, ["a", "b:input"]) as rec:
+        for x in inputs:
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(x)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+    for step, value in enumerate(expected):
+        torch.testing.assert_close(rec.run.tensor("a", step=step), value.cpu(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(rec.run.tensor("b:input[0]", step=step), value.relu().cpu(), rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_torchscript_and_exported_models_on_the_device_are_recorded(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
+    x = torch.randn(4, 64, device="cuda")
+    torch.jit.save(torch.jit.trace(model, (x,)), tmp_path / "model.pt")
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
+    for path in (tmp_path / "model.pt", tmp_path / "model.pt2"):
+        with ls.record(path, ["0", "2"]) as rec:
+            rec.model(x)
+            rec.model(-x)
+        for step, value in enumerate((x, -x)):
+            assert_same_bits(rec.run.tensor("0", step=step), model[0](value).cpu())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,15 +15,14 @@ from layerscope.cli.completeness import completeness_parts, damage_of, run_facts
 from layerscope.cli.page import Tell, counting, put, working
 from layerscope.cli.statistics import shape_text
 from layerscope.errors import Damaged, NewerFormat, NotARun
-from layerscope.patterns import select, split
+from layerscope.patterns import Place, select, split
 from layerscope.points import escape
 from layerscope.report.parts import Cell, Column, Document, Part, Sentence, Table, Value
 from layerscope.report.writing import many
 
 if TYPE_CHECKING:
-    import torch
-
     from layerscope.models import Loaded
+    from layerscope.runtimes.runtime import Runtime
     from layerscope.store import Damage, Reader
 
 __all__ = ["command"]
@@ -159,21 +158,23 @@ class _Node:
 def model_document(loaded: Loaded, *, folded: bool) -> Document:
     """Draw the module tree; `folded` shows numbered modules that are alike once, as a slice that selects them."""
     from layerscope.runtimes import find
-    from layerscope.runtimes.eager import modules_of
 
-    find(loaded.model)
-    by_name, shared = modules_of(loaded.model)
-    root = _tree(by_name, shared)
-    total = _parameters(loaded.model)
+    runtime = find(loaded.model)
+    places, shared = runtime.points(loaded.model), runtime.shared(loaded.model)
+    sizes = _sizes(runtime, loaded.model, places)
+    root = _tree(places, shared, sizes)
     columns = [
         Column("name", "module", "name"),
         Column("type", "type"),
-        Column("parameters", "parameters", "count"),
+        Column("parameters", "parameters", "count", audience="all" if sizes else "data"),
         Column("same_as", "", audience="all" if shared else "data"),
     ]
     table = Table.of("modules", columns, _lines(root, folded=folded))
-    sentence = f"{many(len(by_name), 'module')}, {many(total, 'parameter')}"
-    parts: list[Part] = [Sentence(sentence), table]
+    total = sum(parameter.numel() for parameter in runtime.parameters(loaded.model))
+    remark = runtime.remark(loaded.model)
+    sentence = f"{many(len(places) - len(shared), 'point' if remark else 'module')}, {many(total, 'parameter')}"
+    sentence += "" if runtime.NAME == "eager" else f"; recorded in {runtime.NAME}"
+    parts: list[Part] = [Sentence(sentence), *([Sentence(remark, "warn")] if remark else []), table]
     if folded:
         parts.append(Sentence(_hint(table), "quiet"))
     return Document(loaded.name, tuple(parts))
@@ -189,17 +190,19 @@ def _hint(table: Table) -> str:
 def selected_document(loaded: Loaded, patterns: Sequence[str]) -> Document:
     """List the points that patterns select, as a recording would see them."""
     from layerscope.runtimes import find
-    from layerscope.runtimes.eager import modules_of, points
 
-    find(loaded.model)
-    by_name, shared = modules_of(loaded.model)
+    runtime = find(loaded.model)
+    places = runtime.points(loaded.model)
+    sizes, kinds = _sizes(runtime, loaded.model, places), {place.name: _kind(place) for place in places}
     modules, ops = split(patterns)
-    found = select(modules, points(loaded.model)) if modules else []
-    columns = [Column("point", "point", "name"), Column("type", "type"), Column("parameters", "parameters", "count")]
-    rows = []
-    for point in found:
-        module = by_name[shared.get(point.name, point.name)]
-        rows.append((str(point), type(module).__name__, _parameters(module)))
+    found = select(modules, places) if modules else []
+    runtime.check(loaded.model, {point.name: {point.side} for point in found}, ops=bool(ops))
+    columns = [
+        Column("point", "point", "name"),
+        Column("type", "type"),
+        Column("parameters", "parameters", "count", audience="all" if sizes else "data"),
+    ]
+    rows = [(str(point), kinds[point.name], sizes.get(point.name, 0)) for point in found]
     parts: list[Part] = [Sentence(f"{many(len(found), 'point')} selected")]
     if ops:
         parts.append(
@@ -209,23 +212,38 @@ def selected_document(loaded: Loaded, patterns: Sequence[str]) -> Document:
     return Document(loaded.name, tuple(parts))
 
 
-def _tree(by_name: Mapping[str, torch.nn.Module], shared: Mapping[str, str]) -> _Node:
-    root = _Node("", ".", type(by_name[""]).__name__ if "" in by_name else "", 0)
+def _tree(places: Sequence[Place], shared: Mapping[str, str], sizes: Mapping[str, int]) -> _Node:
+    root = _Node("", ".", "", sizes.get("", 0))
     nodes = {"": root}
-    for name in dict.fromkeys((*by_name, *shared)):
-        if not name:
+    for place in places:
+        if not place.name:
+            root.kind = _kind(place)
             continue
-        module = by_name[shared.get(name, name)]
-        parent, _, part = name.rpartition(".")
-        node = _Node(name, part, type(module).__name__, _parameters(module), shared.get(name))
-        nodes[name] = node
+        parent, _, part = place.name.rpartition(".")
+        node = _Node(place.name, part, _kind(place), sizes.get(place.name, 0), shared.get(place.name))
+        nodes[place.name] = node
         nodes.get(parent, root).children.append(node)
-    root.parameters = _parameters(by_name[""]) if "" in by_name else 0
     return root
 
 
-def _parameters(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _kind(place: Place) -> str:
+    return place.types[0] if place.types else ""
+
+
+def _sizes(runtime: Runtime, model: Any, places: Sequence[Place]) -> dict[str, int]:
+    """Count the parameters of each module with those inside it, each once; empty where the weights are not known."""
+    shared, own = runtime.shared(model), runtime.weights(model)
+    if not own:
+        return {}
+    parameters = runtime.parameters(model)
+    known = set(map(id, parameters))
+    within: dict[str, dict[int, int]] = {place.name: {} for place in places}
+    for name, module in {**{name: name for name in own}, **shared}.items():
+        sizes = {id(tensor): tensor.numel() for _, tensor in own.get(module, ()) if id(tensor) in known}
+        parts = name.split(".") if name else []
+        for depth in range(len(parts) + 1):
+            within.setdefault(".".join(parts[:depth]), {}).update(sizes)
+    return {name: sum(sizes.values()) for name, sizes in within.items()}
 
 
 def _lines(

@@ -17,6 +17,7 @@ from layerscope.errors import BadModel
 from layerscope.models.functions import function_at, is_function
 from layerscope.models.huggingface import is_checkpoint, load_checkpoint
 from layerscope.models.inputs import DEFAULT_PROMPT, FORMS, Inputs, batches_of, bytes_as_ids, read_inputs
+from layerscope.runtimes.files import SUFFIXES, is_file, opened
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +38,31 @@ def _tiny_transformer(seed: int) -> torch.nn.Module:
     return tiny_transformer(seed=seed)
 
 
+def _quamba_small(seed: int) -> torch.nn.Module:
+    from layerscope.models.mamba.built_in import quamba_small
+
+    return quamba_small()
+
+
+def _quamba_130m(seed: int) -> torch.nn.Module:
+    from layerscope.models.mamba.built_in import quamba_130m
+
+    return quamba_130m(seed=seed)
+
+
+def _minimax_m2(seed: int) -> torch.nn.Module:
+    from layerscope.models.minimax import minimax_m2
+
+    return minimax_m2(seed=seed)
+
+
 BUILT_IN: dict[str, BuiltIn] = {
     "tiny-transformer": BuiltIn(_tiny_transformer, "8 decoder layers over bytes, weights drawn from the seed"),
     "demo": BuiltIn(_tiny_transformer, "another name of tiny-transformer"),
+    "quamba-small": BuiltIn(_quamba_small, "Mamba over bytes, 24 layers, 128 wide, trained; the seed changes nothing"),
+    "quamba-130m-w8a8": BuiltIn(_quamba_130m, "Mamba over bytes, 24 layers, 768 wide, weights drawn from the seed"),
+    "minimax-m2": BuiltIn(_minimax_m2, "mixture of experts over bytes, 62 layers, 64 wide, drawn from the seed"),
+    "minimax-m2-tiny": BuiltIn(_minimax_m2, "another name of minimax-m2"),
 }
 
 
@@ -48,7 +71,7 @@ class Loaded:
     """A model, where it came from, and how to call it when nobody says."""
 
     name: str
-    model: torch.nn.Module
+    model: Any  # a torch.nn.Module, or what a file of a compiled one holds
     seed: int
     given: object = None  # the inputs its function returned with it
     encode: Callable[[str], object] | None = None  # how it reads a prompt
@@ -79,11 +102,11 @@ class Loaded:
 
 def is_model(text: str) -> bool:
     """Tell whether the text has one of the forms of a MODEL, without loading it."""
-    return text in BUILT_IN or is_function(text) or is_checkpoint(Path(text))
+    return text in BUILT_IN or is_function(text) or is_checkpoint(Path(text)) or is_file(text)
 
 
 def load_model(text: str, *, seed: int = 0) -> Loaded:
-    """Return the model that `text` names: a built-in, a function's, or a local Hugging Face checkpoint's."""
+    """Return the model that `text` names: a built-in, a function's, a local Hugging Face checkpoint's, or a file's."""
     import torch
 
     torch.manual_seed(seed)
@@ -95,6 +118,8 @@ def load_model(text: str, *, seed: int = 0) -> Loaded:
     if is_checkpoint(folder):
         checkpoint = load_checkpoint(folder)
         return Loaded(text, checkpoint.model, seed, encode=checkpoint.encode, speaks=True)
+    if folder.suffix.lower() in SUFFIXES and folder.is_file():
+        return Loaded(text, opened(folder), seed)
     raise BadModel(f"{text!r} {_why_not(folder)}; {_forms(text)}")
 
 
@@ -132,5 +157,6 @@ def _forms(text: str) -> str:
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     return (
         f"{meant}A MODEL is a built-in name ({', '.join(BUILT_IN)}), file.py:function, "
-        "package.module:function or a local Hugging Face checkpoint folder."
+        "package.module:function, a local Hugging Face checkpoint folder, or a file "
+        "(TorchScript .pt, .pt2 of torch.export, .onnx)."
     )

@@ -1,12 +1,13 @@
 """What a run says of the model it recorded: its manifest.
 
-about(model, plan, name="llama", mode="fp32", statistics="full", weights=None, kernels="numba", on_disk=True)
+about(model, runtime, plan, name="llama", mode="fp32", statistics="full", weights=None, settings={}, ...)
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -18,7 +19,7 @@ from layerscope import __version__
 from layerscope.errors import Unsupported
 from layerscope.recorder.copying import plain, undisturbed
 from layerscope.recorder.taps import Level, Plan
-from layerscope.runtimes import eager
+from layerscope.runtimes.runtime import Runtime, Weights
 from layerscope.stats import fingerprint
 from layerscope.store import Manifest
 
@@ -28,32 +29,36 @@ _MOST = 8 << 30  # fingerprinting more than this at the start of a run would be 
 
 
 def about(
-    model: torch.nn.Module,
+    model: Any,
+    runtime: Runtime,
     plan: Plan,
     *,
     name: str | None,
     mode: str | None,
     statistics: Level,
     weights: bool | None,
+    settings: Mapping[str, Any],
     kernels: str | None,
     on_disk: bool,
 ) -> Manifest:
     """Describe a model and what is asked of it, as `run.json` states it.
 
-    `weights=None` fingerprints the parameters of models up to 8 GiB, for runs on disk; `kernels` is what makes the
-    statistics, where some are asked for.
+    `weights=None` fingerprints the parameters of models up to 8 GiB, for runs on disk; `settings` is the caller's;
+    `kernels` is what makes the statistics, where some are asked for.
     """
     kind = type(model)
-    by_name, shared = eager.modules_of(model)
-    parameters = [parameter for parameter in model.parameters() if not is_lazy(parameter)]
-    size = sum(tensor.nbytes for tensor in [*parameters, *model.buffers()] if not is_lazy(tensor))
-    settings: dict[str, Any] = {"statistics": statistics, "kernels": kernels} if kernels else {}
+    parameters, own = runtime.parameters(model), runtime.weights(model)
+    tensors = {id(tensor): tensor for named in own.values() for _, tensor in named if not is_lazy(tensor)}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    said: dict[str, Any] = {"statistics": statistics, "kernels": kernels} if kernels else {}
     fingerprints: dict[str, str] = {}
     if weights or (weights is None and on_disk and size <= _MOST):
-        fingerprints = _fingerprints(by_name)
+        fingerprints = _fingerprints(own)
+        if parameters and not own:
+            said["weights"] = f"not fingerprinted: {runtime.NAME} does not keep them as they are in the source"
     elif on_disk:
         why = "not asked for" if weights is False else f"{size >> 30} GiB of parameters; ask with weights=True"
-        settings["weights"] = f"not fingerprinted: {why}"
+        said["weights"] = f"not fingerprinted: {why}"
     return Manifest(
         model={
             **({"name": name} if name else {}),
@@ -61,7 +66,7 @@ def about(
             "parameters": sum(parameter.numel() for parameter in parameters),
         },
         mode=mode,
-        runtime="eager",
+        runtime=runtime.NAME,
         versions={
             "layerscope": __version__,
             "python": platform.python_version(),
@@ -73,21 +78,16 @@ def about(
         weights=fingerprints,
         taps=[str(tap) for tap in plan.taps],
         aliases=plan.aliases,
-        shared=dict(shared),
-        settings=settings,
+        shared=runtime.shared(model),
+        settings=said | dict(settings),
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 
-def _fingerprints(modules: dict[str, torch.nn.Module]) -> dict[str, str]:
+def _fingerprints(weights: Weights) -> dict[str, str]:
     """Fingerprint each module's own parameters and buffers, so that runs can tell whose weights differ."""
-    found: dict[str, str] = {}
     with undisturbed():
-        for name, module in modules.items():
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            if own:
-                found[name] = _fingerprint(own)
-    return found
+        return {name: _fingerprint(own) for name, own in weights.items()}
 
 
 def _fingerprint(own: list[tuple[str, torch.Tensor]]) -> str:

@@ -1,7 +1,7 @@
 """What happened to everything that was asked for: the account that completeness is stated from.
 
 ledger.recorded(point)                # it has a record
-ledger.missing(plan, model)           # what has none, and why
+ledger.missing(plan, why_silent)      # what has none, and why
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import difflib
 import logging
 import threading
-from collections.abc import Iterable
-
-import torch
+from collections.abc import Callable, Iterable
 
 from layerscope.patterns import op_name
 from layerscope.points import Point
 from layerscope.recorder.taps import Plan
-from layerscope.runtimes import eager
 from layerscope.store import Missing
 
 __all__ = ["Ledger"]
@@ -98,15 +95,18 @@ class Ledger:
         if first:
             _log.warning("%s is not recorded: %s: %s", point, type(error).__name__, error)
 
-    def missing(self, plan: Plan, model: torch.nn.Module) -> list[Missing]:
-        """Return every point asked for that has no record, or lost some, with the reason."""
+    def missing(self, plan: Plan, why_silent: Callable[[Iterable[str]], dict[str, str]]) -> list[Missing]:
+        """Return every point asked for that has no record, or lost some, with the reason.
+
+        `why_silent` is the runtime's, for the modules that were never seen to run.
+        """
         fired = {(p.name, p.side, p.leaf[:n]) for p in self._points for n in range(len(p.leaf) + 1) if not p.op}
         silent = [p for p in plan.expected if (p.name, p.side, p.leaf) not in fired]
-        modules = eager.modules_of(model)
+        silence = why_silent({p.name for p in silent} - self._called) if self.forwards else {}
         failures = {(p.name, p.side): why for p, why in reversed(self._failures.items())}  # the first one counts
         due = {point for tap, points in enumerate(plan.points) if tap in self._due for point in points}
         missing = [
-            Missing(str(p), failures.get((p.name, p.side)) or self._reason(p, due=p in due, modules=modules))
+            Missing(str(p), failures.get((p.name, p.side)) or self._reason(p, due=p in due, silence=silence))
             for p in silent
         ]
         known = {(p.name, p.side) for p in silent}
@@ -115,17 +115,17 @@ class Ledger:
         never = [pattern for pattern in wanted if not any(map(pattern.matches_op, self._ops))]
         return missing + [Missing(str(pattern), self._no_such_op(str(pattern))) for pattern in never]
 
-    def _reason(self, point: Point, *, due: bool, modules: eager.Modules) -> str:
+    def _reason(self, point: Point, *, due: bool, silence: dict[str, str]) -> str:
         if not self.forwards:
             return "no forward ran while recording"
         if not due:
             return self._schedule or f"its schedule was never due in {self.forwards} forwards"
-        if point.name not in self._called:
-            return eager.why_silent(modules, point.name)
-        if point.side.startswith("grad"):
-            return "no gradient arrived: no backward pass reached it while recording"
         if Point(point.name, point.side) in self._empty:
             return self._empty[Point(point.name, point.side)]
+        if point.name in silence:
+            return silence[point.name]
+        if point.side.startswith("grad"):
+            return "no gradient arrived: no backward pass reached it while recording"
         if point.leaf:
             seen = self._passed | self._points
             there = sorted(str(p) for p in seen if (p.name, p.side) == (point.name, point.side))

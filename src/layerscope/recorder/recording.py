@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from layerscope import ranks
-from layerscope.errors import Incomplete, NothingRecorded, Unsupported
+from layerscope.errors import Incomplete, NoSuchPoint, NothingRecorded
 from layerscope.points import Moment, Point
 from layerscope.recorder.about import about
 from layerscope.recorder.clock import Clock
@@ -28,7 +29,8 @@ from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undistur
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.ledger import Ledger
 from layerscope.recorder.taps import Keep, Level, Plan, Request, Wish, plan, schedule_of, taps_of
-from layerscope.runtimes import eager, find
+from layerscope.runtimes import find, opened
+from layerscope.runtimes.runtime import Runtime
 from layerscope.runtimes.sink import Step
 from layerscope.schedules import Schedule
 from layerscope.stats import Later, Summary, backend, prepare, summarize
@@ -45,7 +47,8 @@ _inference_mode = torch.is_inference_mode_enabled
 _log = logging.getLogger("layerscope")
 _BUDGET = 512 << 20
 _SILENT_BLOCK = (
-    "it was not called, or it was called through torch.compile, where hooks added after compiling never fire"
+    "it was not called (the recording's `model` is what to call), or it was called through torch.compile, "
+    "where hooks added after compiling never fire"
 )
 
 # A record on its way into a run in memory; copy and summary may still have to arrive from a device.
@@ -54,7 +57,7 @@ _Waiting = tuple[Point, Moment, "_Copy | None", "Summary | Callable[[], Summary]
 
 
 def record(
-    model: torch.nn.Module,
+    model: Any,
     taps: Any,
     *,
     to: str | os.PathLike[str] | None = None,
@@ -66,21 +69,26 @@ def record(
     name: str | None = None,
     mode: str | None = None,
     weights: bool | None = None,
+    settings: Mapping[str, Any] | None = None,
     budget: int = _BUDGET,
     listener: Listener | None = None,
 ) -> Recording:
     """Record the tapped points of `model` until the block ends: in memory, or in the run that `to` names.
 
     `taps` is a pattern (`"model.layers.*"`), a list of them, a mapping alias -> pattern, or `Tap`s with wishes of their
-    own. `keep` is `"tensor"` (the default in memory), `"both"` (the default on disk), `"summary"`, or a function of a
-    tensor whose result is kept instead; it is given the live tensor, and must not change it. `when` is a schedule
+    own. `model` is a module, compiled or not, a TorchScript module, an exported program, or the path of a file that
+    holds one; where it cannot itself be called, the recording's `model` is what to call.
+
+    `keep` is `"tensor"` (the default in memory), `"both"` (the default on disk), `"summary"`, or a function of a tensor
+    whose result is kept instead; it is given the live tensor, and must not change it. `when` is a schedule
     (`every(100) | first(3)`) or its text.
 
     What cannot be recorded is listed under `missing` and the model's run goes on; `on_error="raise"` raises at the end
-    of the block. If forwards ran and no tap that was due saw anything, the end of the block always raises. `name` and
-    `mode` are what the run says of its model. `weights` asks for the fingerprints of the model's parameters (by default
-    for runs on disk of models up to 8 GiB); `budget` bounds the bytes that wait for the disk. A `listener` is told each
-    record as it is made; in memory, summaries alone are then not kept.
+    of the block. If forwards ran and no tap that was due saw anything, the end of the block always raises. `name`,
+    `mode` and `settings` (plain values) are what the run says of its model and of how it ran. `weights` asks for the
+    fingerprints of the model's parameters (by default for runs on disk of models up to 8 GiB); `budget` bounds the
+    bytes that wait for the disk. A `listener` is told each record as it is made; in memory, summaries alone are then
+    not kept.
 
     A tensor seen before is recognised as the same object at the same version. What changes it without changing its
     version (`.data`, numpy, a kernel of one's own) goes unnoticed until the next tensor.
@@ -89,22 +97,21 @@ def record(
         raise ValueError(f"on_error={on_error!r} is not known; use 'record' or 'raise'.")
     if append and to is None:
         raise ValueError("append=True needs `to=`: a recording in memory has nothing to append to.")
-    find(model)
-    planned = plan(
-        taps_of(taps),
-        eager.points(model),
-        eager.modules_of(model).shared,
-        default=_default(keep, statistics, on_disk=to is not None),
-        when=schedule_of(when),
-    )
-    compiled = eager.compiled_parts(model)
-    if any(planned.ops) and compiled:
-        raise Unsupported(
-            f"operations cannot be watched beside compiled modules ({', '.join(compiled[:3])}): the watch keeps "
-            "torch.compile from running them; record the model before it is compiled."
+    model = opened(model)
+    runtime = find(model)
+    try:
+        planned = plan(
+            taps_of(taps),
+            runtime.points(model),
+            runtime.shared(model),
+            default=_default(keep, statistics, on_disk=to is not None),
+            when=schedule_of(when),
         )
-    settings = _Settings(to, on_error == "raise", append, statistics, name, mode, weights, budget)
-    return Recording(model, planned, settings, listener)
+    except NoSuchPoint as error:
+        raise NoSuchPoint(f"{error} {runtime.remark(model)}".rstrip()) from None
+    runtime.check(model, planned.sides, ops=any(planned.ops))
+    told = _Settings(to, on_error == "raise", append, statistics, name, mode, weights, settings or {}, budget)
+    return Recording(model, runtime, planned, told, listener)
 
 
 class Listener(Protocol):
@@ -132,6 +139,7 @@ class _Settings(NamedTuple):
     name: str | None
     mode: str | None
     weights: bool | None
+    settings: Mapping[str, Any]
     budget: int
 
 
@@ -179,9 +187,11 @@ class Recording:
     """
 
     def __init__(
-        self, model: torch.nn.Module, plan: Plan, settings: _Settings, listener: Listener | None = None
+        self, model: Any, runtime: Runtime, plan: Plan, settings: _Settings, listener: Listener | None = None
     ) -> None:
         self.model = model
+        self._watched = model
+        self._runtime = runtime
         self._listener = listener
         self.to = settings.to
         self._settings = settings
@@ -211,12 +221,14 @@ class Recording:
         settings, rank = self._settings, ranks.rank()
         kernels = self._prepare()
         manifest = about(
-            self.model,
+            self._watched,
+            self._runtime,
             self._plan,
             name=settings.name,
             mode=settings.mode,
             statistics=settings.statistics,
             weights=settings.weights,
+            settings=settings.settings,
             kernels=kernels,
             on_disk=self.to is not None,
         )
@@ -228,7 +240,8 @@ class Recording:
             self._clock = Clock(rank=rank, step=self._writer.next_step)
         ops = self._op_named if any(self._plan.ops) else None
         try:
-            self._stack.enter_context(eager.watch(self.model, self._plan.sides, self, ops=ops))
+            watch = self._runtime.watch(self._watched, self._plan.sides, self, ops=ops)
+            self.model = self._stack.enter_context(watch)
         except BaseException:
             self._finish(state="interrupted")
             raise
@@ -237,11 +250,12 @@ class Recording:
     def _prepare(self) -> str | None:
         """Have the kernels ready before the first hook; return which they are, None when no statistics are wanted."""
         counts = self._plan.counts
-        on_device = [p for p in self.model.parameters() if p.device.type != "cpu"]
+        parameters = self._runtime.parameters(self._watched)
+        on_device = [p for p in parameters if p.device.type != "cpu"]
         if on_device:
             self._devices.prepare(on_device, level=self._settings.statistics if counts else None)
         elif counts:
-            prepare(*_dtypes(self.model))
+            prepare(*_dtypes(parameters))
         return (self._devices.kernels if on_device else backend()) if counts else None
 
     def __exit__(
@@ -293,6 +307,24 @@ class Recording:
             self._writer.flush()
         else:
             self._settle()
+
+    def add(
+        self,
+        point: Point,
+        moment: Moment,
+        tensor: torch.Tensor,
+        *,
+        summary: Summary | Callable[[], Summary] | None = None,
+    ) -> None:
+        """Keep a tensor that a listener held back, at the moment it was seen, in the place of what is recorded there."""
+        look = _Look(weakref.ref(tensor), -1)
+        with undisturbed():
+            self._take(look, tensor, Wish(tensor=True))
+        if self._writer is not None:
+            self._writer.write(point, moment, blob=look.blob, summary=summary, note=look.note)
+        else:
+            self._pending.append((point, moment, look.copy, summary, look.note))
+        self._ledger.recorded(point)
 
     # Reading back -------------------------------------------------------------------------------
 
@@ -457,14 +489,14 @@ class Recording:
             self._devices.close()
             self._settle()
             if not self._ledger.forwards and state == "complete":
-                _log.warning("no forward of %s ran while recording: %s", type(self.model).__name__, _SILENT_BLOCK)
+                _log.warning("no forward of %s ran while recording: %s", type(self._watched).__name__, _SILENT_BLOCK)
             self.completeness = home.close(
                 state=state,
                 forwards=self._ledger.forwards,
                 failed=self._ledger.failed_forwards,
                 points=len(self._plan.expected) + sum(map(len, self._plan.ops)),
                 recomputed=self._ledger.recomputed,
-                missing=self._ledger.missing(self._plan, self.model),
+                missing=self._ledger.missing(self._plan, partial(self._runtime.why_silent, self._watched)),
             )
         return self.completeness
 
@@ -484,10 +516,10 @@ def _default(keep: Any, statistics: Level, *, on_disk: bool) -> Wish:
     return Wish(keep in ("tensor", "both"), keep in ("summary", "both"), statistics)
 
 
-def _dtypes(model: torch.nn.Module) -> set[str]:
+def _dtypes(parameters: list[torch.Tensor]) -> set[str]:
     """Return the dtypes that tensors of a model on the CPU are likely to have."""
     usual = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-    found = {p.dtype for p in model.parameters() if p.device.type == "cpu"} & usual
+    found = {p.dtype for p in parameters if p.device.type == "cpu"} & usual
     return {dtype_name(dtype) for dtype in found or {torch.float32}}
 
 

@@ -1,5 +1,6 @@
-"""How to watch each kind of model: find the runtime that fits a live object.
+"""How to watch each kind of model: find the runtime that fits a live object, or a file.
 
+model = opened("model.pt2")
 runtime = find(model)
 runtime.points(model)
 """
@@ -7,40 +8,57 @@ runtime.points(model)
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from typing import Any
 
 from layerscope.errors import Unsupported
+from layerscope.runtimes.files import is_file, opened
+from layerscope.runtimes.runtime import Runtime
 
-__all__ = ["find"]
+__all__ = ["find", "is_file", "opened"]
+
+_WHY = {
+    "AOTICompiledModel": ", which is machine code: compile the model again with layerscope.compile(..., "
+    "record_layer_outputs=True)",
+    "InferenceSession": ", whose graph is closed: record the path of its .onnx file",
+    "ONNXProgram": ": save it, and record the path of its .onnx file",
+}
 
 
-def find(model: object) -> ModuleType:
+def find(model: Any) -> Runtime:
     """Return the runtime that can watch `model`, or say why none can.
 
-    A compiled or scripted model accepts hooks and never calls them, so it is refused here rather than
-    recorded empty.
+    Only libraries that are imported already are asked: what they have not made cannot be theirs. A path is opened
+    first.
     """
+    model = opened(model)
     if "torch" not in sys.modules:
         raise Unsupported(
             f"cannot record a {type(model).__name__}: it is not a torch.nn.Module, and torch is not even imported."
         )
     import torch
 
-    if not isinstance(model, torch.nn.Module):
-        raise Unsupported(
-            f"cannot record a {type(model).__module__}.{type(model).__name__}; "
-            "give record() a torch.nn.Module (for a wrapped one, the module inside it)."
-        )
     if isinstance(model, torch.jit.ScriptModule):
-        raise Unsupported(
-            f"{type(model).__name__} is TorchScript, where Python hooks are accepted and never called; "
-            "record the module it was made from."
-        )
-    if type(model).__module__.startswith("torch._dynamo") or getattr(model, "_compiled_call_impl", None):
-        raise Unsupported(
-            f"{type(model).__name__} is compiled by torch.compile, where hooks added after the first call silently "
-            "never fire; record the module it was made from (`model._orig_mod`, or the module before `.compile()`)."
-        )
-    from layerscope.runtimes import eager
+        from layerscope.runtimes import torchscript
 
-    return eager
+        return torchscript
+    if isinstance(model, torch.nn.Module):
+        from layerscope.runtimes import eager
+
+        if eager.is_compiled(model):
+            from layerscope.runtimes import compiled
+
+            return compiled
+        return eager
+    if "torch.export" in sys.modules and isinstance(model, torch.export.ExportedProgram):
+        from layerscope.runtimes import exported
+
+        return exported
+    from layerscope.runtimes import onnx
+
+    if isinstance(model, onnx.OnnxModel):
+        return onnx
+    kind = type(model).__name__
+    raise Unsupported(
+        f"cannot record a {type(model).__module__}.{kind}{_WHY.get(kind, '')}; give record() a torch.nn.Module (for a "
+        "wrapped one, the module inside it), a TorchScript module, an exported program, or the path of their file."
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,15 +22,34 @@ import torch
 from torch._C._autograd import _get_sequence_nr as _next_node
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.compiler import is_compiling
+from torch.nn.parameter import is_lazy
 
+from layerscope.errors import Unsupported
 from layerscope.patterns import Place
 from layerscope.points import Leaf, Moment, Point, Side, unwrapped
 from layerscope.runtimes.calls import Call, Local
 from layerscope.runtimes.ops import OpWatch
+from layerscope.runtimes.runtime import Wanted, Weights
 from layerscope.runtimes.sink import Sink, Step
 from layerscope.runtimes.values import argument_leaves, describe, leaves
 
-__all__ = ["Modules", "compiled_parts", "modules_of", "points", "watch", "why_silent"]
+__all__ = [
+    "NAME",
+    "Modules",
+    "check",
+    "compiled_parts",
+    "is_compiled",
+    "modules_of",
+    "parameters",
+    "points",
+    "remark",
+    "shared",
+    "watch",
+    "weights",
+    "why_silent",
+]
+
+NAME = "eager"
 
 # What a hook of ours becomes in a deep copy or a pickle: a call that takes anything and returns None, from the
 # standard library, so that a checkpoint saved while recording loads where layerscope is not installed.
@@ -88,14 +107,48 @@ def points(model: torch.nn.Module) -> list[Place]:
     return [Place(name, tuple(c.__name__ for c in type(module).__mro__[:-1])) for name, module in named]
 
 
+def remark(model: torch.nn.Module) -> str:
+    """Return nothing: the points are the modules."""
+    return ""
+
+
+def shared(model: torch.nn.Module) -> dict[str, str]:
+    """Map the other names of shared modules to their first."""
+    return modules_of(model).shared
+
+
+def parameters(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the parameters that have values by now."""
+    return [parameter for parameter in model.parameters() if not is_lazy(parameter)]
+
+
+def weights(model: torch.nn.Module) -> Weights:
+    """Return each module's own parameters and buffers; those of lazy modules may have no values yet."""
+    own = {
+        name: [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, module in modules_of(model).by_name.items()
+    }
+    return {name: tensors for name, tensors in own.items() if tensors}
+
+
+def check(model: torch.nn.Module, wanted: Wanted, *, ops: bool) -> None:
+    """Refuse to watch operations beside compiled modules."""
+    compiled = compiled_parts(model) if ops else []
+    if compiled:
+        raise Unsupported(
+            f"operations cannot be watched beside compiled modules ({', '.join(compiled[:3])}): the watch keeps "
+            "torch.compile from running them; record the model before it is compiled."
+        )
+
+
 @contextmanager
 def watch(
     model: torch.nn.Module,
-    wanted: Mapping[str, Collection[Side]],
+    wanted: Wanted,
     sink: Sink,
     *,
     ops: Callable[[str], str | None] | None = None,
-) -> Iterator[None]:
+) -> Iterator[torch.nn.Module]:
     """Tell `sink` what passes the wanted sides of the wanted modules until the block ends.
 
     `ops` maps an operation's qualified name to the name to record it under, or None to let it pass. Operations are
@@ -118,20 +171,30 @@ def watch(
             _attach(stack, watcher, by_name[name], name, sides)
         if ops is not None:
             stack.enter_context(OpWatch(ops, watcher.local, sink))
-        yield
+        yield model
 
 
 def compiled_parts(model: torch.nn.Module) -> list[str]:
     """Return the names of the modules that torch.compile runs: hooks inside them do not fire."""
-    return [name or "." for name, module in modules_of(model).by_name.items() if _is_compiled(module)]
+    return [name or "." for name, module in modules_of(model).by_name.items() if is_compiled(module)]
 
 
-def why_silent(modules: Modules, name: str) -> str:
-    """Say why a module that was asked for never ran, as far as the model's structure tells."""
-    by_name = modules.by_name
+def is_compiled(module: torch.nn.Module | None) -> bool:
+    """Tell whether torch.compile runs this module: hooks that come later do not fire inside it."""
+    return bool(getattr(module, "_compiled_call_impl", None)) or type(module).__module__.startswith("torch._dynamo")
+
+
+def why_silent(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Say why each of these modules never ran, as far as the model's structure tells."""
+    by_name = modules_of(model).by_name
+    return {name: _why_silent(by_name, name, model) for name in names}
+
+
+def _why_silent(by_name: Mapping[str, torch.nn.Module], name: str, model: torch.nn.Module) -> str:
     parts = name.split(".")
     for depth in range(len(parts), -1, -1):
-        if _is_compiled(by_name.get(".".join(parts[:depth]))):
+        above = by_name.get(".".join(parts[:depth]))
+        if above is not model and is_compiled(above):
             return "compiled before the tap: hooks do not fire inside a compiled module"
     parent = by_name.get(".".join(parts[:-1]))
     if isinstance(parent, torch.nn.MultiheadAttention) and parts[-1] == "out_proj":
@@ -393,10 +456,6 @@ def _attach(stack: ExitStack, watcher: _Watcher, module: torch.nn.Module, name: 
     after = _Exit(watcher, module, name, sides)
     stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
-
-
-def _is_compiled(module: torch.nn.Module | None) -> bool:
-    return bool(getattr(module, "_compiled_call_impl", None)) or type(module).__module__.startswith("torch._dynamo")
 
 
 def _above(name: str) -> list[str]:

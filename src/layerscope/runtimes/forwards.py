@@ -1,0 +1,193 @@
+"""The forwards of a model that is not watched through hooks: who is told of them, and what.
+
+    forwards = Forwards(sink)
+    forwards.run(tapped, plain, {"output"}, args, kwargs)        # begin, run, end
+    forwards.tell("layers.3", "output", value, call=0)           # in the middle of it
+
+A compiled graph tells what it computes by calls planted in it, `plant` gives them a number:
+
+    key = forwards.plant(look)                                   # in the graph: tell(forwards.number, key, value)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+
+from layerscope.errors import Unsupported
+from layerscope.points import Leaf, Point, Side
+from layerscope.runtimes.sink import Sink, Step
+from layerscope.runtimes.values import argument_leaves, describe, leaves
+
+__all__ = ["Forwards", "Frame", "Redirected", "tell"]
+
+_numbers = count(1)
+_open: WeakValueDictionary[int, Forwards] = WeakValueDictionary()
+
+
+def tell(forwards: int, look: int, value: object) -> None:
+    """Pass a value of a running graph on to the look that was planted there; silent when nobody listens any more."""
+    listening = _open.get(forwards)
+    if listening is not None:
+        listening.looked(look, value)
+
+
+class Redirected:
+    """A method of a model that goes to a recording while its block lasts."""
+
+    def __init__(self, call: Callable[..., Any], *, instead_of: object) -> None:
+        if isinstance(instead_of, Redirected):
+            raise Unsupported(
+                "this compiled model is being recorded already, and only one recording can take its calls; "
+                "give one record() all the taps."
+            )
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the call, recorded."""
+        return self._call(*args, **kwargs)
+
+
+class Frame(NamedTuple):
+    """A module that is running: its name, which call of it this is, and what it was given, where that is asked."""
+
+    name: str
+    call: int
+    given: tuple[object, ...] = ()
+
+
+class Forwards:
+    """What one `watch` knows of the forwards under way, at most one on each thread."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.number = next(_numbers)
+        self._process = os.getpid()
+        self._local = threading.local()
+        self._looks: list[Callable[[object], None]] = []
+        self._points: dict[tuple[str, Side, Leaf, bool], Point] = {}
+        _open[self.number] = self
+
+    @property
+    def step(self) -> Step | None:
+        """The step of the forward that runs on this thread."""
+        return getattr(self._local, "step", None)
+
+    @property
+    def within(self) -> list[Frame]:
+        """The modules that run on this thread, outermost first."""
+        return self._local.within  # type: ignore[no-any-return]
+
+    def run(
+        self,
+        tapped: Callable[..., Any],
+        plain: Callable[..., Any],
+        root: Collection[Side],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run one forward of the model and tell of it; `plain` is run where nobody listens.
+
+        `root` are the wanted sides of the model itself, whose inputs and outputs are those of the call.
+        """
+        if os.getpid() != self._process or self.step is not None:
+            return plain(*args, **kwargs)
+        with self._begun() as step:
+            if step.idle:
+                return plain(*args, **kwargs)
+            number = step.call("")
+            if "input" in root:
+                self.tell("", "input", args, call=number, named=kwargs)
+            value = tapped(*args, **kwargs)
+            if "output" in root:
+                self.tell("", "output", value, call=number)
+            return value
+
+    def enter(self, call: object, name: str) -> int:
+        """Number a call of a module that begins; `call` is what it is found by when it ends."""
+        assert self.step is not None
+        number = self.step.call(name)
+        self._local.under_way.setdefault(call, []).append(number)
+        return number
+
+    def leave(self, call: object) -> int:
+        """Return the number of a call that ends."""
+        return self._local.under_way[call].pop()  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _begun(self) -> Iterator[Step]:
+        step = self.sink.begin()
+        self._local.step, self._local.within, self._local.under_way = step, [Frame("", 0)], {}
+        failed = True
+        try:
+            yield step
+            failed = False
+        finally:
+            self._local.step = None
+            self.sink.end(step, failed=failed)
+
+    def plant(self, look: Callable[[object], None]) -> int:
+        """Return the number under which a graph finds `look`."""
+        self._looks.append(look)
+        return len(self._looks) - 1
+
+    def looked(self, look: int, value: object) -> None:
+        """Have a planted look take place, when a forward runs that is recorded."""
+        step = self.step
+        if step is None or step.idle:
+            return
+        try:
+            self._looks[look](value)
+        except Exception as error:
+            self.sink.failed(Point(self.within[-1].name), error)
+
+    def tell(
+        self,
+        name: str,
+        side: Side,
+        value: object,
+        *,
+        call: int,
+        named: Mapping[str, object] | None = None,
+        note: Mapping[str, str] | None = None,
+        op: bool = False,
+    ) -> None:
+        """Tell the sink each tensor of a value; of an input, `value` are the positional arguments."""
+        found = argument_leaves(value, named or {}) if isinstance(value, tuple) and side == "input" else leaves(value)
+        step = self.step
+        assert step is not None
+        if not found:
+            self.sink.empty(Point(name, side, op=op), because=f"its {side} holds no tensor: {describe(value)}")
+        self.tell_leaves(name, side, found, call=call, note=note, op=op)
+        if step.whole is not None and not op:
+            step.whole(step, Point(name, side), value, call)
+
+    def tell_leaves(
+        self,
+        name: str,
+        side: Side,
+        found: list[tuple[Leaf, torch.Tensor]],
+        *,
+        call: int,
+        note: Mapping[str, str] | None = None,
+        op: bool = False,
+    ) -> None:
+        """Tell the sink tensors that were taken out of their value already."""
+        step = self.step
+        assert step is not None
+        try:
+            for leaf, tensor in found:
+                self.sink.seen(step, self._point(name, side, leaf, op), tensor, call=call, note=note)
+        except Exception as error:
+            self.sink.failed(Point(name, side, op=op), error)
+
+    def _point(self, name: str, side: Side, leaf: Leaf, op: bool) -> Point:
+        key = (name, side, leaf, op)
+        return self._points.get(key) or self._points.setdefault(key, Point(name, side, leaf, op))

@@ -1,0 +1,57 @@
+"""What every runtime can be asked: each is a module with these verbs, found by `layerscope.runtimes.find`.
+
+runtime = find(model)
+with runtime.watch(model, {"layers.3": {"output"}}, sink) as callable:
+    callable(x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from layerscope.patterns import Place
+from layerscope.points import Side
+from layerscope.runtimes.sink import Sink
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Runtime", "Wanted", "Weights"]
+
+Wanted = Mapping[str, Collection[Side]]  # the sides to watch, by module name
+Weights = dict[str, list[tuple[str, "torch.Tensor"]]]  # each module's own parameters, then its buffers
+
+
+class Runtime(Protocol):
+    """The verbs of a runtime; `model` is what `find` was given, or what `opened` made of its path."""
+
+    NAME: str
+    """What `run.json` calls the runtime."""
+
+    def points(self, model: Any, /) -> list[Place]:
+        """List the places where tensors can be seen, in the order of the model."""
+
+    def remark(self, model: Any, /) -> str:
+        """Say what a reader of the points should know; empty where they are simply the model's modules."""
+
+    def shared(self, model: Any, /) -> dict[str, str]:
+        """Map the other names of shared modules to the name they are recorded under."""
+
+    def check(self, model: Any, wanted: Wanted, /, *, ops: bool) -> None:
+        """Refuse what this runtime cannot see, before anything is written; `ops` when operations are asked for."""
+
+    def watch(
+        self, model: Any, wanted: Wanted, sink: Sink, /, *, ops: Callable[[str], str | None] | None = None
+    ) -> AbstractContextManager[Callable[..., Any]]:
+        """Tell `sink` what passes the wanted places until the block ends; what the block is given is what to call."""
+
+    def why_silent(self, model: Any, names: Iterable[str], /) -> dict[str, str]:
+        """Say why each of these modules was never seen to run, as far as the model's structure tells."""
+
+    def parameters(self, model: Any, /) -> list[torch.Tensor]:
+        """Return the parameters, each once."""
+
+    def weights(self, model: Any, /) -> Weights:
+        """Return the tensors of each module under the names they have in the source; empty where those are lost."""

@@ -1,0 +1,120 @@
+"""Somebody has the file of a compiled model, and asks whether it computes what the eager one does, layer by layer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import architectures
+import layerscope as ls
+from layerscope.runtimes import opened
+
+LAST = {"llama": "model.model.layers.1.mlp.down_proj", "mamba": "model.backbone.layers.1.mixer.out_proj"}
+
+
+class Logits(nn.Module):
+    """Token ids to logits, which is what can be traced and exported."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model = architectures.make(name)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
+def saved(model: nn.Module, ids: torch.Tensor, kind: str, folder) -> object:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tracer and exporter, about the model's Python
+        if kind == "torchscript":
+            torch.jit.save(torch.jit.trace(model, (ids,), check_trace=False), folder / "model.pt")
+            return folder / "model.pt"
+        if kind == "export":
+            torch.export.save(torch.export.export(model, (ids,)), folder / "model.pt2")
+            return folder / "model.pt2"
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+        torch.onnx.export(model, (ids,), folder / "model.onnx", dynamo=True, verbose=False)
+        return folder / "model.onnx"
+
+
+def recorded(model, ids, to):
+    with ls.record(model, "**", to=to) as rec, torch.no_grad():
+        rec.model(ids)
+        rec.model((ids + 3) % 128)
+    return to
+
+
+LONG = pytest.mark.stress
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama", "torchscript"),
+        ("llama", "export"),
+        ("llama", "onnx"),
+        ("mamba", "torchscript"),
+        pytest.param("mamba", "export", marks=LONG),
+        pytest.param("mamba", "onnx", marks=LONG),
+    ],
+)
+def test_the_file_agrees_with_the_model_it_was_made_from(tmp_path, name, kind):
+    model, ids = Logits(name).eval(), architectures.inputs(name)["input_ids"]
+    eager = recorded(model, ids, tmp_path / "eager")
+    file = recorded(saved(model, ids, kind, tmp_path), ids, tmp_path / kind)
+    result = ls.compare(eager, file)
+    assert str(result.verdict) == ("noise" if kind == "onnx" else "same")
+    assert result.first_divergence is None
+    paired = [row for row in result.rows if row.kind in ("same", "noise")]
+    assert (
+        len(paired) >= len(ls.open_run(eager).points) - 5
+    )  # attention weights that nobody uses, the folded rotary table
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_a_weight_changed_in_the_file_is_found(tmp_path, name):
+    model, ids = Logits(name).eval(), architectures.inputs(name)["input_ids"]
+    eager = recorded(model, ids, tmp_path / "eager")
+    loaded = opened(saved(model, ids, "torchscript", tmp_path))
+    with torch.no_grad():
+        dict(loaded.named_parameters())[f"{LAST[name]}.weight"][0] += 1
+    result = ls.compare(eager, recorded(loaded, ids, tmp_path / "changed"))
+    assert str(result.verdict) == "differs"
+    assert str(result.first_divergence) == LAST[name]
+
+
+ELSEWHERE = """
+import sys, torch
+from torch import nn
+
+class Secret(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+torch.manual_seed(7)
+model, folder = Secret().eval(), sys.argv[1]
+inputs = [torch.randn(2, 4), torch.randn(2, 4)]
+torch.jit.save(torch.jit.trace(model, (inputs[0],)), f"{folder}/model.pt")
+torch.export.save(torch.export.export(model, (inputs[0],)), f"{folder}/model.pt2")
+torch.save({"inputs": inputs, "first": [model.first(x).detach() for x in inputs]}, f"{folder}/expected.pt")
+"""
+
+
+def test_a_file_of_a_process_that_has_ended_is_opened_where_its_source_is_not(tmp_path):
+    subprocess.run([sys.executable, "-W", "ignore", "-c", ELSEWHERE, str(tmp_path)], check=True, timeout=120)
+    expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+    for file in ("model.pt", "model.pt2"):
+        with ls.record(tmp_path / file, "first") as rec, torch.no_grad():
+            for x in expected["inputs"]:
+                rec.model(x)
+        for step, value in enumerate(expected["first"]):
+            assert torch.equal(rec.run.tensor("first", step=step), value)
