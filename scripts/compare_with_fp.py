@@ -15,25 +15,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
+from checkout import HERE, give_up, hand_over, tell_user
 
 try:
     from layerscope.cli import compare as comparing
     from layerscope.cli.page import counting, put
     from layerscope.compare.document import document
     from layerscope.errors import LayerscopeError
-    from layerscope.report.writing import printable
     from layerscope.store.layouts.quamba import mode_of
 except ModuleNotFoundError as error:
-    if error.name not in ("layerscope", "torch", "numpy", "click", "rich", "fsspec", "safetensors"):
-        raise
-    own = ROOT / ".venv" / "bin" / "python"
-    if not own.exists() or Path(sys.prefix).resolve() == (ROOT / ".venv").resolve():
-        sys.stderr.write(f"this Python has no {error.name}: run `make setup` in {ROOT}, or `pip install layerscope`\n")
-        sys.exit(2)
-    os.execv(own, [str(own), *sys.argv])
+    hand_over(error)
 
 
 def main() -> int:
@@ -100,23 +92,9 @@ def missing(mode: str, folder: str, here: list[str]) -> str:
 
 
 def how_to_make(mode: str, folder: str) -> str:
-    """Name the commands that make a mode."""
-    run = quote(f"runs/{mode}")
-    return (
-        f"Make it: `layerscope record MODEL '**.layers.*' --to {run}`, "
-        f"then `layerscope convert {run} {quote(folder)} --to quamba --mode {quote(mode)}`."
-    )
-
-
-def tell_user(sentence: str) -> None:
-    """Write a sentence to stderr."""
-    sys.stderr.write(f"compare_with_fp: {printable(sentence)}\n")
-
-
-def give_up(sentence: str) -> NoReturn:
-    """Say why nothing was compared."""
-    tell_user(sentence)
-    sys.exit(2)
+    """Name the command that makes a mode."""
+    script = quote(os.path.relpath(HERE / "save_layer_outputs.py"))
+    return f"Make it: `python3 {script} quamba-130m-w8a8 --mode {quote(mode)} --output_dir {quote(folder)}`."
 
 
 if __name__ == "__main__":

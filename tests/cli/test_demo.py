@@ -1,41 +1,70 @@
-"""`layerscope demo`: something to see, saved, and never in the way of what is there."""
+"""`layerscope demo`: every quantisation of a small model, compared, saved, and never in the way of what is there."""
+
+import shlex
+
+import numpy as np
+import pytest
 
 from layerscope.store import open_run
 
+QUANTISED = ["0", "2-0", "2-1", "2-2", "2-3", "2-4", "3"]
 
-def test_the_demo_shows_saves_and_says_what_to_do_next(cli, tmp_path):
+
+@pytest.fixture
+def short(monkeypatch):
+    """A demo of one short sample: what is shown is the same."""
+    monkeypatch.setattr("layerscope.cli.demo.SAMPLES", 1)
+    monkeypatch.setattr("layerscope.cli.demo.TOKENS", 16)
+
+
+def last_layer(folder, mode):
+    return open_run(folder / mode).tensor("backbone.layers.23").double().numpy()
+
+
+def test_the_demo_compares_every_quantisation_saves_it_all_and_says_what_to_do_next(cli, tmp_path, short):
     answer = cli("demo")
-    assert answer.code == 0
-    assert "✓ complete: 6 forwards" in answer.out
-    assert "model.layers.7" in answer.out
-    assert "change from each layer to the next, from model.embed_tokens on" in answer.out
-    assert "layerscope show runs/demo 'model.layers.*:grad_output' --step 0" in answer.out
-    run = open_run(tmp_path / "runs/demo")
-    assert run.complete
-    assert {p.side for p in run.points} == {"input", "output", "grad_input", "grad_output"}
-    report = (tmp_path / "runs/demo.md").read_text()
-    assert "| `model.layers.7` |" in report
+    assert (answer.code, answer.err) == (0, "")
+    folder = tmp_path / "runs" / "demo"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["fp32", *QUANTISED])
+    for mode in ("fp32", *QUANTISED):
+        run = open_run(folder / mode)
+        assert run.complete
+        assert (run.manifest.mode, len(run.points)) == (mode, 24)
+
+    table = answer.out[answer.out.index("SUMMARY TABLE - All Modes vs fp32") :].splitlines()[2:9]
+    assert [line.split()[0] for line in table] == QUANTISED
+    reference = last_layer(folder, "fp32")
+    errors = {}
+    for line in table:
+        mode, _, _, mse, *_ = line.split()
+        difference = last_layer(folder, mode) - reference
+        assert float(mse) == pytest.approx((difference**2).mean(), rel=1e-5)
+        errors[mode] = np.linalg.norm(difference) / np.linalg.norm(reference)
+    nearest = min(errors, key=errors.__getitem__)
+    assert f"{nearest} stays closest to fp32, {errors[nearest]:.4g}"[:-1] in answer.out
+    assert "✗ 0 differs from fp32: backbone.layers.0 parts first" in answer.out
+    assert "error over depth" in answer.out
+    assert "0: outputs" not in answer.out  # that much is for the report
+    report = (tmp_path / "runs" / "demo.md").read_text()
+    assert "## 0: outputs" in report
+    assert report.count("| **`backbone.layers.23`** |") == len(QUANTISED)
 
 
-def test_a_second_demo_takes_the_next_free_name(cli, tmp_path):
-    cli("demo")
+def test_a_second_demo_takes_the_next_free_name_and_a_chosen_one_is_not_overwritten(cli, tmp_path, short):
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
     assert cli("demo").code == 0
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["demo", "demo-2", "demo-2.md", "demo.md"]
-
-
-def test_the_place_can_be_chosen_and_is_not_overwritten(cli, tmp_path):
-    assert cli("demo", "-o", "here").code == 0
-    assert (tmp_path / "here.md").is_file()
-    again = cli("demo", "-o", "here")
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["demo", "demo-2", "demo-2.md"]
+    again = cli("demo", "-o", "runs/demo-2")
     assert again.code == 2
+    assert "runs/demo-2/fp32" in again.err
     assert again.err.count("\n") == 1
 
 
-def test_the_commands_it_proposes_work(cli, tmp_path):
-    import shlex
-
+def test_the_commands_it_proposes_work(cli, short):
     out = cli("demo").out
     commands = [shlex.split(line.split("layerscope ", 1)[1]) for line in out.splitlines() if "· layerscope" in line]
-    assert len(commands) == 2
-    for command in commands:
-        assert cli(*command).code == 0
+    assert [command[0] for command in commands] == ["compare", "show", "modes"]
+    commands[2] += ["--calib_data_num", "1", "--calib_seqlen", "16"]
+    compared, shown, ranked = (cli(*command) for command in commands)
+    assert "3 differs from fp32" in compared.out
+    assert (compared.code, shown.code, ranked.code) == (1, 0, 0)

@@ -51,8 +51,14 @@ def test_the_flags_of_every_command_are_these_and_no_others():
     assert found == {
         "demo": ["--to", "-o"],
         "points": ["--json"],
+        "modes": [
+            *("--calib_data_num", "--calib_seqlen", "--inputs", "--json", "--mode", "--modes-file"),
+            *("--percentile_alpha", "--pretrained_dir", "--prompt", "--seed", "--sensitivity"),
+        ],
         "record": [
-            *("--append", "--inputs", "--json", "--keep", "--prompt", "--seed", "--side", "--to", "--when", "-o"),
+            *("--append", "--calib_data_num", "--calib_seqlen", "--inputs", "--json", "--keep", "--layers", "--mode"),
+            *("--modes-file", "--percentile_alpha", "--pretrained_dir", "--prompt", "--seed", "--side", "--to"),
+            *("--when", "-o"),
         ],
         "show": [
             *["--adjacent", "--batch", "--call", "--epoch", "--json", "--markdown", "--over", "--point"],
@@ -62,6 +68,7 @@ def test_the_flags_of_every_command_are_these_and_no_others():
             *("--bands", "--detail", "--fail-on", "--json", "--limit", "--markdown", "--no-resume", "--noise"),
             *("--points", "--rules", "--save-comparison", "--save_comparison"),
         ],
+        "diagnose": ["--backward", "--inputs", "--json", "--markdown", "--prompt", "--rules", "--seed"],
         "convert": ["--batch", "--call", "--epoch", "--json", "--mode", "--overwrite", "--rank", "--step", "--to"],
         "recover": ["--json"],
     }

@@ -1,12 +1,13 @@
 """`layerscope record`: what is on disk afterwards is what the model computed."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from layerscope.cli.record import _withdraw, sided
+from layerscope.cli.record import sided, withdraw
 from layerscope.errors import BadText
 from layerscope.models.tiny import tiny_transformer
 from layerscope.store import Manifest, Writer, open_run
@@ -179,10 +180,10 @@ def test_what_somebody_else_put_into_the_folder_stays_with_all_of_it(tmp_path):
     Writer(tmp_path / "run", Manifest()).close()
     (tmp_path / "run/notes.txt").write_text("mine")
     files = sorted(tmp_path.rglob("*"))
-    _withdraw(tmp_path / "run")
+    withdraw(tmp_path / "run")
     assert sorted(tmp_path.rglob("*")) == files
     (tmp_path / "run/notes.txt").unlink()
-    _withdraw(tmp_path / "run")
+    withdraw(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -210,3 +211,201 @@ def test_a_seed_that_torch_does_not_take_is_exit_code_2(cli, tmp_path, seed):
 @pytest.mark.parametrize("seed", [(1 << 64) - 1, -(1 << 63)])
 def test_a_seed_at_the_end_of_the_range_is_taken(cli, seed):
     assert cli("record", "demo", "model.norm", "-o", "run", f"--seed={seed}").code == 0
+
+
+# --mode ---------------------------------------------------------------------------------------
+
+
+def test_each_mode_is_a_run_of_its_own_on_the_same_inputs(cli, tmp_path):
+    args = ("record", "demo", "--mode", "fp32,bf16", "--mode", "int8-weight", "--layers", "first,last", "-o", "runs")
+    answer = cli(*args, "--side", "input,output", "--prompt", "hello")
+    assert answer.code == 0
+    assert "✓ 3 modes recorded, all on the same inputs" in answer.out
+    assert "layerscope compare runs/fp32 runs/bf16 runs/int8-weight" in answer.out
+    runs = {path.name: open_run(path) for path in (tmp_path / "runs").iterdir()}
+    assert sorted(runs) == ["bf16", "fp32", "int8-weight"]
+    assert {run.manifest.mode for run in runs.values()} == set(runs)
+    assert len({run.manifest.settings["inputs"] for run in runs.values()}) == 1
+    points = {"model.layers.0:input[0]", "model.layers.0:output", "model.layers.7:input[0]", "model.layers.7:output"}
+    assert {str(p) for p in runs["fp32"].points} == points
+    hidden = tiny_transformer().model.embed_tokens(torch.tensor([list(b"hello")]))
+    assert torch.equal(runs["fp32"].tensor("model.layers.0:input"), hidden)
+    assert torch.equal(runs["bf16"].tensor("model.layers.0:input"), hidden.bfloat16())
+
+
+def test_words_after_mode_that_are_modes_are_meant_as_modes(cli, tmp_path):
+    assert cli("record", "demo", "--mode", "fp32", "fp16", "fp_only", "lm_head", "-o", "runs").code == 0
+    runs = {path.name: open_run(path) for path in (tmp_path / "runs").iterdir()}
+    assert sorted(runs) == ["bf16", "fp16", "fp32"]
+    assert {str(p) for run in runs.values() for p in run.points} == {"lm_head:output"}
+
+
+def test_a_module_called_like_a_number_stays_a_pattern(cli, several, tmp_path):
+    assert cli("record", f"{several}:make", "--mode", "fp32", "fp16", "0", "-o", "runs").code == 0
+    assert [str(p) for p in open_run(tmp_path / "runs/fp16").points] == ["0:output"]
+
+
+def test_the_modes_of_the_documents_are_recorded_in_one_command(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("layerscope.modes.kinds.CALIBRATION", (1, 32))
+    args = ("--layers", "first,last", "--side", "input,output", "--calib_data_num", 2, "--calib_seqlen", 16)
+    answer = cli("record", "quamba-small", "--mode", "0", "2-1", "fp32", *args, "-o", "layer_outputs")
+    assert answer.code == 0
+    run = open_run(tmp_path / "layer_outputs/2-1")
+    assert run.tensor("backbone.layers.23").shape == (2, 16, 128)
+    settings = run.manifest.settings
+    assert (settings["weights"], settings["calib_data_num"], settings["calib_seqlen"]) == ("built-in", 2, 16)
+
+
+def test_the_documents_folder_that_is_not_there_is_said_on_stderr_and_stored(cli, tmp_path):
+    folder = "pretrained_models/Quamba1-pa9999/pa-0.9999"
+    args = ("record", "quamba-small", "--pretrained_dir", folder, "--layers", "0", "--prompt", "abc", "-o")
+    answer = cli(*args, "runs", "--mode", "fp32")
+    assert answer.code == 0
+    assert (
+        answer.err
+        == f"layerscope: {folder} is not there: quamba-small runs with the weights that come with layerscope\n"
+    )
+    settings = open_run(tmp_path / "runs/fp32").manifest.settings
+    assert (settings["weights"], settings["pretrained_dir"], settings["percentile_alpha"]) == (
+        "built-in",
+        folder,
+        0.9999,
+    )
+    assert cli(*args, "plain").code == 0
+    assert open_run(tmp_path / "plain").manifest.settings["weights"] == "built-in"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--mode", "fp61", "--layers", "all"), "there is no mode 'fp61' of TinyTransformer; did you mean fp16"),
+        (("--mode", "fp32", "int8", "--layers", "all"), "there is no mode 'int8' of TinyTransformer; did you mean"),
+        (("--mode", "fp32", "nothing.*"), "'nothing.*' matches no module"),
+        (("--mode", "fp32", "--layers", "9"), "there is no layer 9 among the 8"),
+        (("--mode", "fp32"), "say what to record: PATTERN..., or --layers first,last"),
+        (("--mode", "fp32", "--layers", "all", "--pretrained_dir", "x"), "--pretrained_dir"),
+        (("--mode", "fp32", "--layers", "all", "--prompt", "a", "--calib_seqlen", "3"), "--calib_seqlen"),
+        (("--layers", "all", "--calib_data_num", "0"), "--calib_data_num"),
+        (("--layers", "all", "--percentile_alpha", "0"), "--percentile_alpha"),
+    ],
+)
+def test_modes_that_cannot_be_recorded_are_exit_code_2_and_leave_nothing(cli, tmp_path, args, said):
+    answer = cli("record", "demo", *args, "-o", "runs")
+    assert answer.code == 2
+    assert said in answer.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_of_weights_that_is_not_there_is_exit_code_2(cli):
+    answer = cli("record", "quamba-small", "--mode", "fp32", "--layers", "0", "--pretrained_dir", "mine", "-o", "runs")
+    assert answer.code == 2
+    assert answer.err == (
+        "layerscope: --pretrained_dir 'mine' is not there; leave it out, and quamba-small runs with the weights that "
+        "come with layerscope.\n"
+    )
+
+
+PICKY = """
+import torch, layerscope
+class Picky(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        if x.dtype == torch.float16: raise RuntimeError("no halves")
+        return self.fc(x)
+def net(): return Picky(), torch.ones(1, 4)
+"""
+
+
+def test_a_mode_that_fails_does_not_cost_the_others_and_is_exit_code_2(cli, tmp_path):
+    (tmp_path / "picky.py").write_text(PICKY)
+    answer = cli("record", "picky.py:net", "fc", "--mode", "fp_only", "-o", "runs")
+    assert answer.code == 2
+    assert "✗ 2 of 3 modes recorded" in answer.out
+    assert "fp16: the forward of 'picky.py:net' raised RuntimeError: no halves" in answer.out
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["bf16", "fp32"]
+
+
+def test_one_mode_that_fails_is_one_sentence(cli, tmp_path):
+    (tmp_path / "picky.py").write_text(PICKY)
+    answer = cli("record", "picky.py:net", "fc", "--mode", "fp16", "-o", "runs")
+    assert answer.code == 2
+    assert answer.err.startswith("layerscope: the forward of 'picky.py:net' raised RuntimeError: no halves")
+    assert answer.err.count("\n") == 1
+
+
+def test_of_a_group_what_does_not_fit_is_left_out_and_said(cli, tmp_path):
+    (tmp_path / "picky.py").write_text(PICKY)
+    answer = cli("record", "picky.py:net", "fc", "--mode", "quant_only", "-o", "runs", "--json")
+    page = json.loads(answer.out)
+    assert answer.code == 0
+    assert [row["mode"] for row in page["runs"]] == ["int8-weight", "int8-dynamic", "fp8"]
+    assert page["left_out"][0]["text"].startswith("int4-weight is left out: no Linear layer is a multiple of 32 wide")
+    assert page["recorded"]["inputs"] == open_run(tmp_path / "runs/fp8").manifest.settings["inputs"]
+
+
+def test_runs_of_modes_that_are_there_are_left_alone(cli, tmp_path):
+    args = ("record", "demo", "lm_head", "-o", "runs", "--mode")
+    assert cli(*args, "fp16").code == 0
+    again = cli(*args, "fp32,fp16")
+    assert again.code == 2
+    assert "runs/fp16 holds a run already" in again.err
+    assert not (tmp_path / "runs/fp32").exists()
+    assert cli(*args, "fp16", "--append").code == 0
+    assert len(open_run(tmp_path / "runs/fp16").moments) == 2
+
+
+def test_gradients_are_recorded_in_every_mode_that_has_them(cli, tmp_path):
+    assert cli("record", "demo", "lm_head:grad_output", "--mode", "fp32,bf16", "-o", "runs").code == 0
+    for mode, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        assert open_run(tmp_path / "runs" / mode).tensor("lm_head:grad_output").dtype == dtype
+
+
+def test_layers_are_found_without_a_mode_too(cli, tmp_path):
+    assert cli("record", "demo", "--layers", "last", "-o", "run").code == 0
+    assert [str(p) for p in open_run(tmp_path / "run").points] == ["model.layers.7:output"]
+
+
+def test_runs_of_other_inputs_are_told_apart_when_they_are_compared(cli):
+    for to, prompt in (("a", "hello"), ("b", "jello"), ("c", "hello")):
+        assert cli("record", "demo", "lm_head", "--mode", "fp32", "-o", to, "--prompt", prompt).code == 0
+    assert "the two were run on different inputs" in cli("compare", "a/fp32", "b/fp32").out
+    assert "different inputs" not in cli("compare", "a/fp32", "c/fp32").out
+
+
+def test_mixed_sequence_lengths_are_one_sentence_with_what_to_do(cli):
+    for to, prompt in (("a", "hello"), ("b", "hello there")):
+        assert cli("record", "demo", "lm_head", "--mode", "fp32", "-o", to, "--prompt", prompt).code == 0
+    answer = cli("compare", "a/fp32", "b/fp32")
+    assert answer.code == 2
+    assert "shapes differ, [1, 5, 256] against [1, 11, 256]; record both on the same inputs" in answer.err
+    assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["torchscript", "export", "onnx"])
+def test_the_file_of_a_compiled_model_is_recorded_like_its_source(cli, tmp_path, kind):
+    model = tiny_transformer(layers=2, hidden=16, heads=2).eval()
+    ids = torch.arange(6).view(1, 6)
+    if kind == "torchscript":
+        file = "model.pt"
+        torch.jit.save(torch.jit.trace(model, (ids,)), tmp_path / file)
+    elif kind == "export":
+        file = "model.pt2"
+        torch.export.save(torch.export.export(model, (ids,)), tmp_path / file)
+    else:
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+        file = "model.onnx"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the exporter, about itself
+            torch.onnx.export(model, (ids,), tmp_path / file, dynamo=True, verbose=False)
+    other = ids.flip(1)
+    torch.save([(ids,), (other,)], tmp_path / "inputs.pt")
+    answer = cli("record", file, "model.layers.*", "lm_head", "-o", "run", "--inputs", "inputs.pt")
+    assert answer.code == 0, answer.err
+    assert "complete: 2 forwards, 3 points, 6 records" in answer.out
+    run = open_run(tmp_path / "run")
+    assert run.manifest.runtime == kind
+    for step, given in enumerate((ids, other)):
+        torch.testing.assert_close(run.tensor("lm_head", step=step), model(given), rtol=1e-5, atol=1e-5)

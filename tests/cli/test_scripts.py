@@ -48,6 +48,7 @@ class Answer(NamedTuple):
 @pytest.fixture
 def script(made, capsys, monkeypatch):
     """Run compare_with_fp.py in this process, in the folder above the modes."""
+    monkeypatch.syspath_prepend(SCRIPTS)
     found = spec_from_file_location("compare_with_fp", SCRIPTS / "compare_with_fp.py")
     module = module_from_spec(found)
     found.loader.exec_module(module)
@@ -120,20 +121,19 @@ def test_what_is_missing_is_said_with_the_command_that_makes_it(script):
     nothing = script("2-1")
     assert (nothing.code, nothing.out) == (2, "")
     assert "layer_outputs has no mode fp32: it is not there" in nothing.err
-    assert "`layerscope convert runs/fp32 layer_outputs --to quamba --mode fp32`" in nothing.err
+    assert "save_layer_outputs.py quamba-130m-w8a8 --mode fp32 --output_dir layer_outputs`" in nothing.err
     mode = script("9", "--output_dir", "layer outputs")
     assert mode.code == 2
     assert "has no mode 9: it has 2-1, fp16, fp32, short" in mode.err
-    assert "`layerscope convert runs/9 'layer outputs' --to quamba --mode 9`" in mode.err
+    assert "save_layer_outputs.py quamba-130m-w8a8 --mode 9 --output_dir 'layer outputs'`" in mode.err
     assert script().code == 2
 
 
-def test_the_commands_that_make_a_missing_mode_make_it(cli, script):
-    for mode in ("fp32", "my mode"):
-        told = script(mode, "--output_dir", "made here").err.replace("MODEL", "tiny-transformer")
-        commands = [shlex.split(command) for command in re.findall("`layerscope (.+?)`", told)]
-        assert [cli(*command).code for command in commands] == [0, 0]
-    assert script("my mode", "--output_dir", "made here").code == 0
+def test_the_command_that_makes_a_missing_mode_makes_it(script, shell):
+    told = script("fp32", "--output_dir", "made here").err.replace("quamba-130m-w8a8", "tiny-transformer")
+    (command,) = re.findall("`python3 (.+?)`", told)
+    assert shell(sys.executable, *shlex.split(command.replace("fp32", "fp32 bf16"))).code == 0
+    assert script("bf16", "--output_dir", "made here").code == 0
 
 
 def test_all_modes_have_a_row_and_a_file_each(shell, made):
@@ -199,13 +199,14 @@ def test_the_wrapper_runs_through_a_link_from_another_folder(shell, made):
 
 
 def test_a_python_without_layerscope_hands_over_to_the_one_of_the_checkout(made, shell, tmp_path):
-    bare = (sys.executable, "-I", "-S")
-    done = shell(*bare, SCRIPTS / "compare_with_fp.py", "fp16", "--output_dir", made.name)
+    bare = (sys.executable, "-S")
+    done = shell(*bare, SCRIPTS / "compare_with_fp.py", "fp16", "--output_dir", made.name, PYTHONPATH="")
     assert (done.code, done.err) == (0, "")
     assert "✓ fp16 agrees up to noise with fp32" in done.out
     (tmp_path / "elsewhere").mkdir()
+    for name in ("checkout.py", "compare_with_fp.py"):
+        (tmp_path / "elsewhere" / name).write_text((SCRIPTS / name).read_text())
     moved = tmp_path / "elsewhere" / "compare_with_fp.py"
-    moved.write_text((SCRIPTS / "compare_with_fp.py").read_text())
-    alone = shell(*bare, moved, "fp16", "--output_dir", made.name)
+    alone = shell(*bare, moved, "fp16", "--output_dir", made.name, PYTHONPATH="")
     assert alone.code == 2
     assert "this Python has no layerscope: run `make setup`" in alone.err

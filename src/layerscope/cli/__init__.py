@@ -24,7 +24,7 @@ from layerscope.report.writing import printable
 __all__ = ["COMMANDS", "layerscope", "main"]
 
 # In the order in which someone new needs them.
-COMMANDS = ("demo", "points", "record", "show", "compare", "convert", "recover")
+COMMANDS = ("demo", "points", "modes", "record", "show", "compare", "diagnose", "convert", "recover")
 
 
 class Commands(click.Group):

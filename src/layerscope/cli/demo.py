@@ -1,100 +1,115 @@
-"""`layerscope demo`: record a small model while it trains, and look at what there is."""
+"""`layerscope demo`: quantise a small model in every way there is, and see what each does to it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from layerscope.cli import options
-from layerscope.cli.choosing import at
-from layerscope.cli.completeness import completeness_parts
-from layerscope.cli.page import Tell, counting, put, working
-from layerscope.cli.show import adjacent_parts
-from layerscope.cli.statistics import point_tables, rows_at
+from layerscope.cli.page import counting, put
 from layerscope.report import markdown
-from layerscope.report.parts import Document, Fact, Facts, Heading, Notes, Part, Profile, Sentence
-from layerscope.report.writing import many
+from layerscope.report.parts import Document, Fact, Facts, Heading, Notes, Part, Sentence
+from layerscope.report.writing import number
 
 if TYPE_CHECKING:
+    from layerscope.compare.rows import Against, Comparison
     from layerscope.store import Reader
 
 __all__ = ["command"]
 
-TAPS = ["model.embed_tokens", "model.layers.*:*", "model.norm", "lm_head"]
-STEPS = 6
-RATE = 0.1
+MODEL = "quamba-small"
+SAMPLES, TOKENS = 2, 256
+LAYERS = "backbone.layers.*"
 
 
-@click.command(short_help="Record a small built-in model and show what there is to see.")
+@click.command(short_help="Quantise a small built-in model in seven ways and compare them all.")
 @options.to(required=False)
 def command(to: str | None) -> None:
-    """Train the built-in model for a few steps, record every layer, and show the result.
+    """Record fp32 and every quantisation mode of a small trained model, and compare them layer by layer.
 
-    Writes the run to runs/demo (or the next free runs/demo-2, ...) and a Markdown report beside it.
+    Writes a run for each mode into runs/demo (or the next free runs/demo-2, ...) and a Markdown report beside it.
     """
-    place = to or _free("runs/demo")
-    with working("training a small transformer"):
-        losses, run = _record(place)
-    with counting("reading") as tell:
-        page = _page(run, place, losses, tell)
-    report = Path(f"{place.rstrip('/')}{markdown.SUFFIX}") if "://" not in place else None
+    from layerscope.compare import compare
+    from layerscope.compare.document import document, overview
+
+    place = (to or _free("runs/demo")).rstrip("/")
+    reference, *candidates = _recorded(place)
+    with counting("comparing") as tell:
+        comparison = compare(reference, *candidates, tell=tell)
+    report = Path(f"{place}{markdown.SUFFIX}") if "://" not in place else None
     if report is not None:
-        report.write_text(markdown.render(page), encoding="utf-8")
-    put(Document(page.title, (*page.parts, *_next(place, report))))
+        report.write_text(markdown.render(document(comparison)), encoding="utf-8")
+    parts = [_opening(comparison), *overview(comparison), *_next(place, report)]
+    put(Document(f"layerscope demo: {MODEL} in {len(comparison) + 1} modes", tuple(parts)))
 
 
-def _record(place: str) -> tuple[list[float], Reader]:
+def _recorded(place: str) -> list[Reader]:
+    """Record the modes on the same samples, fp32 first."""
+    from layerscope.modes import choose, record_modes
+    from layerscope.modes.preparing import prepare
+
+    ready = prepare(MODEL, calib_data_num=SAMPLES, calib_seqlen=TOKENS)
+    modes = choose(["all"], ready.model).modes
+    runs = []
+    with _one_thread(), counting("recording") as tell:
+        for one in record_modes(
+            ready.model,
+            modes,
+            list(ready.batches()),
+            LAYERS,
+            to=place,
+            setting=ready.setting,
+            settings=ready.settings,
+            name=MODEL,
+            tell=tell,
+        ):
+            if one.error is not None:
+                raise one.error
+            assert one.run is not None
+            runs.append(one.run)
+    return runs
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: two gain nothing on a model this small, and on a busy machine wait for each other."""
     import torch
-    from torch.nn.functional import cross_entropy
 
-    from layerscope.models import DEFAULT_PROMPT, load_model
-    from layerscope.models.inputs import bytes_as_ids
-    from layerscope.recorder import record
-
-    model = load_model("tiny-transformer").model
-    ids = bytes_as_ids(DEFAULT_PROMPT)
-    losses = []
-    with record(model, TAPS, to=place, name="tiny-transformer") as rec:
-        for _ in range(STEPS):
-            loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[0, 1:])
-            parameters = list(model.parameters())
-            # By hand: torch.optim imports the compiler, which takes longer than everything else here.
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter.data -= RATE * gradient
-            losses.append(loss.item())
-    return losses, rec.run
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def _page(run: Reader, place: str, losses: list[float], tell: Tell) -> Document:
-    parts: list[Part] = [*completeness_parts(run, place)]
-    parts.append(Sentence(f"tiny-transformer: 8 layers over bytes, recorded over {many(STEPS, 'training step')}"))
-    labels = tuple(f"step {i}" for i in range(len(losses)))
-    parts.append(Profile("loss", "loss", labels, tuple(losses)))
-    moment, entries = at(run, run.points, {})
-    rows, _ = rows_at(run, run.points, entries, tell)
-    outputs = [row for row in rows if row.point.side == "output"]
-    gradients = [row for row in rows if row.point.side == "grad_output"]
-    parts.append(
-        Profile(
-            "gradients",
-            "gradient rms",
-            tuple(row.point.place for row in gradients),
-            tuple(row.summary.rms for row in gradients),
-        )
+def _opening(comparison: Comparison) -> Sentence:
+    """Say which mode ends closest to the reference, and which furthest from it."""
+    errors = {against.candidate: _final_error(against) for against in comparison}
+    ranked = sorted(errors, key=errors.__getitem__)
+    near, far = ranked[0], ranked[-1]
+    return Sentence(
+        f"{near} stays closest to {comparison.reference}, {number(errors[near])} away after the last layer "
+        f"(relative L2); {far} drifts furthest, {number(errors[far])}"
     )
-    parts.append(Heading(f"outputs at step {moment.step}, the latest"))
-    parts += point_tables(outputs)
-    parts += adjacent_parts(run, outputs, layers_only=True, tell=tell)
-    return Document(f"layerscope demo: {place}", tuple(parts))
+
+
+def _final_error(against: Against) -> float:
+    metrics = against.compared[-1].metrics
+    assert metrics is not None
+    return metrics.relative_l2
 
 
 def _next(place: str, report: Path | None) -> list[Part]:
-    saved = [Fact("run", place, "name")] + ([Fact("report", str(report), "name")] if report else [])
+    saved = [Fact("runs", place, "name")] + ([Fact("report", str(report), "name")] if report else [])
     commands = (
-        f"layerscope show {place} 'model.layers.*:grad_output' --step 0",
-        "layerscope record tiny-transformer '**.mlp' -o runs/mine",
+        f"layerscope compare {place}/fp32 {place}/3",
+        f"layerscope show {place}/0 '{LAYERS}'",
+        f"layerscope modes {MODEL} --sensitivity --mode 0",
     )
     return [
         Heading("saved"),
@@ -105,9 +120,9 @@ def _next(place: str, report: Path | None) -> list[Part]:
 
 
 def _free(place: str) -> str:
-    """Return the name, or the first numbered one that neither a run nor a report has taken."""
-    number, name = 1, place
+    """Return the name, or the first numbered one that neither a folder nor a report has taken."""
+    nth, name = 1, place
     while Path(name).exists() or Path(f"{name}{markdown.SUFFIX}").exists():
-        number += 1
-        name = f"{place}-{number}"
+        nth += 1
+        name = f"{place}-{nth}"
     return name

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["as_json", "examples", "model_inputs", "moments", "seed", "to"]
+__all__ = ["as_json", "examples", "model_inputs", "modes", "moments", "prepared", "seed", "to"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -34,6 +34,32 @@ def model_inputs(command: Command) -> Command:
     return click.option(
         "--inputs", metavar="FILE", help="FILE.safetensors, .npz, .pt or file.py:function with the inputs."
     )(command)
+
+
+def modes(help: str) -> Callable[[Command], Command]:
+    """Which variants of the model; several with commas, or the option again."""
+
+    def split(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(word for value in values for word in value.split(",") if word)
+
+    named = click.option("--mode", "modes", metavar="MODE", multiple=True, callback=split, help=help)
+    return lambda command: named(declared(command))
+
+
+declared = click.option("--modes-file", metavar="FILE.py", help="A file that declares modes with @layerscope.mode.")
+
+
+def prepared(command: Command) -> Command:
+    """Where a model with modes of its own gets weights, scales and samples from; in the words of its users."""
+    count, alpha = click.IntRange(min=1), click.FloatRange(0, 1, min_open=True)
+    for option in (
+        click.option("--calib_seqlen", type=count, metavar="N", help="Tokens of each recorded sample."),
+        click.option("--calib_data_num", type=count, metavar="N", help="Samples of the built-in text to record."),
+        click.option("--percentile_alpha", type=alpha, metavar="X", help="Share of activations that is not clipped."),
+        click.option("--pretrained_dir", metavar="FOLDER", help="Weights for a built-in Mamba, instead of its own."),
+    ):
+        command = option(command)
+    return command
 
 
 def moments(command: Command) -> Command:

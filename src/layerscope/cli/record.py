@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,24 +21,28 @@ from layerscope.patterns import Pattern
 from layerscope.points import SIDES, Side
 from layerscope.ranks import rank
 from layerscope.report.parts import Document, Fact, Facts, Part
+from layerscope.report.writing import printable
 
 if TYPE_CHECKING:
     import torch
 
     from layerscope.models import Inputs
+    from layerscope.modes.preparing import Prepared
 
-__all__ = ["backward", "command", "sided"]
+__all__ = ["backward", "command", "loaded_model", "sided", "withdraw"]
 
 EXAMPLES = options.examples(
     "layerscope record tiny-transformer 'model.layers.*' -o runs/tiny",
     "layerscope record make.py:model 'type:Linear' --side input,output -o runs/linears",
     "layerscope record checkpoints/llama 'model.layers.*:output,grad_output' --prompt 'Hello' -o runs/llama",
+    "layerscope record tiny-transformer --mode fp32,bf16,int8-weight --layers all -o runs",
+    "layerscope record quamba-small --mode essential --layers first,last --side input,output -o layer_outputs",
 )
 
 
 @click.command(short_help="Run a model and keep what its layers compute.", epilog=EXAMPLES)
 @click.argument("model", metavar="MODEL")
-@click.argument("patterns", metavar="PATTERN...", nargs=-1, required=True)
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
 @options.to(required=True)
 @click.option(
     "--keep",
@@ -48,6 +53,9 @@ EXAMPLES = options.examples(
 )
 @click.option("--when", metavar="SCHEDULE", help="Which forwards: 'every(100) | first(3)'; default: all.")
 @click.option("--side", metavar="SIDE,...", help=f"Sides of patterns that name none: {', '.join(SIDES)}.")
+@click.option("--layers", metavar="WHICH", help="Decoder layers: first, last, all, numbers with commas; or a PATTERN.")
+@options.modes("Record variants: names or all, fp_only, quant_only, essential; each into RUN/MODE.")
+@options.prepared
 @options.model_inputs
 @click.option("--append", is_flag=True, help="Add steps to a run that is there already.")
 @options.as_json
@@ -58,56 +66,105 @@ def command(
     keep: Literal["tensor", "summary", "both"],
     when: str | None,
     side: str | None,
-    inputs: str | None,
-    prompt: str | None,
-    seed: int,
+    layers: str | None,
+    modes: tuple[str, ...],
+    modes_file: str | None,
     append: bool,
     as_json: bool,
-) -> None:
+    seed: int,
+    **asked: Any,
+) -> int:
     """Run MODEL on its inputs and write what PATTERNs name to a run.
 
-    MODEL is a built-in name, file.py:function, package.module:function or a local Hugging Face checkpoint folder.
+    MODEL is a built-in name, file.py:function, package.module:function, a local Hugging Face checkpoint folder, or a
+    file: TorchScript, .pt2 of torch.export, .onnx.
+
     One forward is run for each input; a backward pass follows where a gradient is asked for, from the model's own
     loss or, where it returns none, from the mean square of its first output.
-    """
-    taps = sided(patterns, side)
-    if not append:
-        _refuse_existing(to)
-    with working(f"loading {model}"):
-        from layerscope.models import load_model
-        from layerscope.recorder import record
 
-        loaded = load_model(model, seed=seed)
-        batches = loaded.batches(inputs=inputs, prompt=prompt)
+    With --mode, each variant of the model is recorded on the same inputs, into a folder of its own: RUN/MODE. Words
+    after --mode that are modes are meant as such: --mode 0 2-1. `layerscope modes MODEL` lists them.
+    """
+    if not patterns and layers is None:
+        raise click.UsageError("say what to record: PATTERN..., or --layers first,last")
+    sided(patterns, side)
+    if not append and not modes:
+        _refuse_existing(to)
+    ready = loaded_model(model, modes_file=modes_file, seed=seed, **asked)
+    batches = _guarded(ready.batches(), model)
+    if modes:
+        from layerscope.cli.variants import record_variants, told_apart
+
+        modes, patterns = told_apart(modes, patterns, ready.model)
+    taps = [*sided(patterns, side), *_layers(ready, layers, side)]
     gradients = any(s.startswith("grad") for tap in taps if not tap.exclude for s in tap.sides)
     texts = [str(tap) for tap in taps]
+    forward = partial(_forward, gradients=gradients, name=model)
+    if modes:
+        page, code = record_variants(
+            ready, modes, list(batches), texts, to=to, keep=keep, when=when, append=append, forward=forward
+        )
+    else:
+        page, code = _record(ready, batches, texts, to=to, keep=keep, when=when, append=append, forward=forward), 0
+    put(page, "json" if as_json else "terminal")
+    return code
+
+
+def loaded_model(model: str, *, modes_file: str | None, seed: int, **asked: Any) -> Prepared:
+    """Load the model and what is asked of its inputs and weights; what is worth saying of them goes to stderr."""
+    with working(f"loading {model}"):
+        from layerscope.models.functions import run_file
+        from layerscope.modes.preparing import prepare
+
+        if modes_file is not None:
+            run_file(modes_file)
+        ready = prepare(model, seed=seed, **asked)
+    for note in ready.notes:
+        click.echo(f"layerscope: {printable(note)}", err=True)
+    return ready
+
+
+def _layers(ready: Prepared, layers: str | None, side: str | None) -> list[Pattern]:
+    if layers is None:
+        return []
+    from layerscope.modes.layers import chosen_layers
+
+    return sided(chosen_layers(ready.model, layers), side)
+
+
+def _record(
+    ready: Prepared,
+    batches: Iterator[Inputs],
+    taps: list[str],
+    *,
+    to: str,
+    keep: Any,
+    when: str | None,
+    append: bool,
+    forward: Callable[[Any, Inputs], None],
+) -> Document:
+    from layerscope.recorder import record
+
+    name = ready.loaded.name
     is_new = not append and "://" not in to and not os.path.lexists(to)
-    recording = record(loaded.model, texts, to=to, keep=keep, when=when, append=append, name=loaded.name)
+    recording = record(
+        ready.model, taps, to=to, keep=keep, when=when, append=append, name=name, settings=ready.settings
+    )
     try:
         with recording, counting("recording") as tell:
-            for done, batch in enumerate(_guarded(batches, model)):
+            for done, batch in enumerate(batches):
                 tell(f"forward {done}", done, 0)
-                _forward(loaded.model, batch, gradients=gradients, name=model)
+                forward(recording.model, batch)
     except (RunExists, RunBusy):
         raise
     except BaseException:
         if is_new:
-            _withdraw(Path(to))
+            withdraw(Path(to))
         raise
-    run = recording.run
-    parts: list[Part] = [*completeness_parts(run, to)]
-    parts.append(
-        Facts(
-            "recorded",
-            (
-                Fact("run", to, "name"),
-                Fact("model", loaded.name),
-                Fact("taps", " ".join(map(str, taps))),
-                Fact("look", f"layerscope show {to}"),
-            ),
-        )
-    )
-    put(Document(f"recorded {loaded.name}", tuple(parts)), "json" if as_json else "terminal")
+    parts: list[Part] = [*completeness_parts(recording.run, to)]
+    facts = (Fact("run", to, "name"), Fact("model", name), Fact("taps", " ".join(taps)))
+    parts.append(Facts("recorded", (*facts, Fact("look", f"layerscope show {to}"))))
+    return Document(f"recorded {name}", tuple(parts))
 
 
 def _refuse_existing(to: str) -> None:
@@ -119,7 +176,7 @@ def _refuse_existing(to: str) -> None:
         raise RunExists(f"{to} holds a run already; give another name, or --append to add steps to it.")
 
 
-def _withdraw(run: Path) -> None:
+def withdraw(run: Path) -> None:
     """Remove the run this command made, when it holds no record: left there, it would be in the way of a second try.
 
     Only the files a writer makes before its first record are removed; when anything else is there, all of it stays.

@@ -238,6 +238,12 @@ def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         yield from (f"{role}: {note}" for note in getattr(run, "notes", ()))
         if run.layout == "layerscope" and not run.complete:
             yield f"{role} is {_incomplete(run)}; what is not there was not compared"
+    seen = [run.manifest.settings.get("inputs") for run in (plan.left.run, plan.right.run)]
+    if None not in seen and seen[0] != seen[1]:
+        yield (
+            "the two were run on different inputs, by the fingerprints they state: what differs need not be the "
+            "model's doing; record them with the same inputs, seed and number of samples"
+        )
     lonely = [row for row in rows if row.kind == "unpaired" and row.counterpart is None]
     for has, role, other in ((True, "the reference", "the candidate"), (False, "the candidate", "the reference")):
         points = len({row.point for row in lonely if row.reference_has is has and not row.method})
@@ -272,4 +278,6 @@ def _why(against: Against) -> str:
     reasons = [row.because for row in against.rows if row.counterpart is not None or row.kind == "missing"]
     if not against.rows:
         return "one of them holds no record"
+    if reasons and reasons[0].startswith("shapes differ"):
+        return f"{reasons[0]}; record both on the same inputs, with as many samples and tokens"
     return reasons[0] if reasons else f"no point of one is in the other; {against.rows[0]}: {against.rows[0].because}"

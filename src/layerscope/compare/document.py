@@ -49,7 +49,7 @@ from layerscope.report.parts import (
 )
 from layerscope.report.writing import many
 
-__all__ = ["Detail", "document"]
+__all__ = ["Detail", "document", "overview"]
 
 Detail = Literal["auto", "all", "none"]
 
@@ -77,15 +77,21 @@ def document(
     """
     several = len(comparison) > 1
     names = ", ".join(a.candidate for a in comparison)
-    parts: list[Part] = [*_opening(comparison)]
-    if several or summary:
-        parts += _summary(comparison)
-        parts += _profiles(comparison)
+    parts = overview(comparison, summary=summary)
     for against in comparison:
         if _judged(against) and (not several or detail == "all" or against.verdict.word == "differs"):
             parts += _evidence(comparison, against, detail=detail, bands=bands, several=several)
     parts += _data(comparison, bands)
     return Document(f"{comparison.reference} against {names}", tuple(parts))
+
+
+def overview(comparison: Comparison, *, summary: bool | None = None) -> list[Part]:
+    """Return what stands above the evidence: the verdicts and, of several candidates, the table and the profiles."""
+    parts: list[Part] = [*_opening(comparison)]
+    if len(comparison) > 1 or summary:
+        parts += _summary(comparison)
+        parts += _profiles(comparison)
+    return parts
 
 
 # The sentences on top ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 
 from layerscope.errors import BadModel
 
-__all__ = ["function_at", "is_function"]
+__all__ = ["function_at", "is_function", "run_file"]
 
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<in_file>\w+)|(?P<module>\w+(?:\.\w+)*):(?P<in_module>\w+)")
 
@@ -47,6 +47,11 @@ def function_at(text: str) -> Callable[[], Any]:
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise BadModel(f"{text!r}: there is no {name!r} in {file or module_name}{hint}.")
     return lambda: _call(found, text)
+
+
+def run_file(file: str) -> None:
+    """Run a Python file of the user's for what it declares; what goes wrong in it is told in one sentence."""
+    _module_in(Path(file), file)
 
 
 def _call(found: Any, text: str) -> Any:

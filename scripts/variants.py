@@ -1,0 +1,55 @@
+"""Modes of a model recorded in memory, one after the other, for scripts that save them in a layout of their own.
+
+for one in recorded("quamba-130m-w8a8", ["fp32", "2-1"], layers="first,last"):
+    convert(one.run, "layer_outputs", layout="quamba")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from checkout import tell_user
+
+from layerscope.cli.page import counting, working
+from layerscope.modes import Recorded, choose, record_modes
+from layerscope.modes.layers import chosen_layers
+from layerscope.modes.preparing import prepare
+
+__all__ = ["recorded"]
+
+
+def recorded(
+    model: str, modes: Sequence[str], *, layers: str, sides: str = "output", **asked: Any
+) -> Iterator[Recorded]:
+    """Load the model once, record each mode of it and yield what became of it; `asked` is what `prepare` takes.
+
+    Where the weights are from, and why a mode failed or was left out, is told on stderr.
+    """
+    with working(f"loading {model}"):
+        ready = prepare(model, **asked)
+        choice = choose(modes, ready.model)
+        taps = [f"{layer}:{sides}" for layer in chosen_layers(ready.model, layers)]
+        batches = list(ready.batches())
+    if asked.get("pretrained_dir") is None and "weights" in ready.settings:
+        tell_user(f"no --pretrained_dir: {model} runs with the weights that come with layerscope")
+    for note in ready.notes:
+        tell_user(note)
+    for mode, reason in choice.left_out:
+        tell_user(f"mode {mode.name} is left out: {reason}")
+    with counting("recording") as tell:
+        for one in record_modes(
+            ready.model,
+            choice.modes,
+            batches,
+            taps,
+            to=None,
+            setting=ready.setting,
+            settings=ready.settings,
+            name=ready.loaded.name,
+            seed=ready.loaded.seed,
+            tell=tell,
+        ):
+            if one.error is not None:
+                tell_user(f"mode {one.mode.name} failed: {one.error}")
+            yield one

@@ -1,0 +1,396 @@
+"""The command lines and snippets that users of Quamba's tools know: they run, and leave what was promised.
+
+In the quick form the small model stands in for the 130m one, on a few tokens; the `stress` form is to the letter.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from shutil import copytree
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from layerscope.models import load_model
+from layerscope.models.mamba import sample_batches
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+DIR = "pretrained_models/Quamba1-pa9999/pa-0.9999"
+QUANTISED = ["0", "2-0", "2-1", "2-2", "2-3", "2-4", "3"]
+EVERY = ["fp32", *QUANTISED]
+ESSENTIAL = ["fp32", "0", "2-1", "2-2", "2-4"]
+
+SAVING = [
+    f"save_layer_outputs.py quamba-130m-w8a8 --pretrained_dir {DIR} {rest}"
+    for rest in (
+        "--mode fp32 --output_dir layer_outputs --calib_data_num 10",
+        "--mode 2-1 --quantize --output_dir layer_outputs",
+        "--mode 0 --quantize --output_dir layer_outputs",
+        "--mode 2-1 --quantize",
+        "--mode fp32 --calib_data_num 100 --calib_seqlen 1024",
+    )
+]
+CAPTURING = {
+    f"save_first_layer_io.py --pretrained_dir {DIR}": ("first_layer_io_all_modes", EVERY),
+    f"save_first_layer_io.py --pretrained_dir {DIR} --modes fp32 0 2-1 2-4": (
+        "first_layer_io_all_modes",
+        ["fp32", "0", "2-1", "2-4"],
+    ),
+    f"save_first_layer_io.py --pretrained_dir {DIR} --output_file custom_output.npz --seq_len 1024": (
+        "custom_output",
+        EVERY,
+    ),
+}
+BUILT_IN = "the weights that come with layerscope"
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def shell(command: str, folder: Path, *, cache: Path) -> Answer:
+    """Run a command line as a user does."""
+    done = subprocess.run(
+        shlex.split(command),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "LAYERSCOPE_CACHE": str(cache), "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """Run a Python script of these documents in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(SCRIPTS)
+
+    def run(command: str) -> Answer:
+        name, *arguments = shlex.split(command)
+        found = spec_from_file_location(name.removesuffix(".py"), SCRIPTS / name)
+        module = module_from_spec(found)
+        found.loader.exec_module(module)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        capsys.readouterr()
+        try:
+            code = module.main()
+        except SystemExit as left:
+            code = left.code
+        return Answer(code, *capsys.readouterr())
+
+    return run
+
+
+def quickly(command: str) -> str:
+    """The same command on the small model, of which few tokens are asked for."""
+    if "save_first_layer_io" in command:
+        return f"{command} --model quamba-small" + ("" if "--seq_len" in command else " --seq_len 16")
+    return f"{command.replace('quamba-130m-w8a8', 'quamba-small')} --calib_data_num 2 --calib_seqlen 16"
+
+
+def files_of(modes: list[str]) -> set[str]:
+    return {f"mode_{mode}_{rest}" for mode in modes for rest in ("layer_0.npy", "layer_23.npy", "stats.json")}
+
+
+def read(file: Path) -> dict:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(file.read_text(), parse_constant=refuse)
+
+
+def assert_describes(entry: dict, array: np.ndarray) -> None:
+    values = array.astype(np.float64)
+    assert entry["shape"] == list(array.shape)
+    expected = (values.mean(), values.std(), values.min(), values.max())
+    assert [entry[key] for key in ("mean", "std", "min", "max")] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert entry["first_10"] == pytest.approx(values.ravel()[:10])
+
+
+# Layer outputs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A checkout whose owner has edited the variables at the top of the shell scripts, as the documents tell."""
+    root = tmp_path_factory.mktemp("a checkout")
+    copytree(SCRIPTS, root / "scripts")
+    (root / ".venv").symlink_to(sys.prefix)
+    edits = {"MODEL": "quamba-small", "CALIB_DATA_NUM": 2, "CALIB_SEQLEN": 16, "SEQ_LEN": 16}
+    for name in ("save_all_modes.sh", "capture_first_layer.sh"):
+        script = root / "scripts" / name
+        text = script.read_text()
+        for variable, value in edits.items():
+            text = re.sub(rf"(?m)^{variable}=.*$", f"{variable}={value}", text)
+        script.write_text(text)
+    return root / "scripts"
+
+
+@pytest.fixture(scope="module")
+def saved(checkout, tmp_path_factory):
+    """What `./save_all_modes.sh` leaves, and says."""
+    answer = shell("./save_all_modes.sh", checkout, cache=tmp_path_factory.getbasetemp() / "cache")
+    assert answer.code == 0, answer.err
+    return checkout / "layer_outputs", answer
+
+
+def test_saving_all_modes_leaves_the_files_of_each_and_says_whose_weights_they_are(saved):
+    folder, answer = saved
+    assert {path.name for path in folder.iterdir()} == files_of(EVERY)
+    assert [line.split()[1] for line in answer.out.splitlines() if line.startswith("mode")] == [f"{m}:" for m in EVERY]
+    assert answer.err == f"save_layer_outputs: {DIR} is not there: quamba-small runs with {BUILT_IN}\n"
+
+
+def test_the_statistics_are_those_of_the_arrays(saved):
+    folder, _ = saved
+    for mode in EVERY:
+        said = read(folder / f"mode_{mode}_stats.json")
+        assert (said["mode"], said["model"], said["weights"]) == (mode, "quamba-small", "built-in")
+        assert (said["pretrained_dir"], said["percentile_alpha"]) == (DIR, 0.9999)
+        assert (said["calib_data_num"], said["calib_seqlen"]) == (2, 16)
+        for layer in ("layer_0", "layer_23"):
+            array = np.load(folder / f"mode_{mode}_{layer}.npy")
+            assert array.shape == (2, 16, 128)
+            assert_describes(said[layer], array)
+
+
+def test_fp32_is_what_torchs_own_hooks_see(saved):
+    folder, _ = saved
+    model = load_model("quamba-small").model
+    seen = {}
+    for at in (0, 23):
+        model.backbone.layers[at].register_forward_hook(lambda _, __, output, at=at: seen.update({at: output}))
+    with torch.no_grad():
+        model(torch.cat(sample_batches(2, 16, split="recorded")))
+    for at, expected in seen.items():
+        assert np.array_equal(np.load(folder / f"mode_fp32_layer_{at}.npy"), expected.numpy())
+
+
+def test_modes_differ_from_fp32_as_anyone_with_numpy_can_see(saved):
+    folder, _ = saved
+    reference = np.load(folder / "mode_fp32_layer_0.npy")
+    difference = np.load(folder / "mode_2-1_layer_0.npy") - reference
+    assert 0 < np.max(np.abs(difference)) < np.max(np.abs(reference))
+
+
+@pytest.mark.parametrize("command", SAVING)
+def test_every_save_command_leaves_its_files(run, tmp_path, command):
+    answer = run(quickly(command))
+    assert answer.code == 0
+    mode = re.search("--mode ([^ ]+)", command)[1]
+    assert {path.name for path in (tmp_path / "layer_outputs").iterdir()} == files_of([mode])
+
+
+@pytest.mark.parametrize(
+    ("words", "modes"),
+    [("fp_only", ["fp32"]), ("quant_only", QUANTISED), ("essential", ESSENTIAL), ("fp32 0 2-4", ["fp32", "0", "2-4"])],
+)
+def test_groups_and_several_modes_load_the_model_once(run, tmp_path, monkeypatch, words, modes):
+    import variants
+
+    loads = []
+    prepare = variants.prepare
+    monkeypatch.setattr(variants, "prepare", lambda *args, **how: loads.append(args) or prepare(*args, **how))
+    answer = run(f"save_layer_outputs.py quamba-small --calib_data_num 1 --calib_seqlen 8 --mode {words}")
+    assert (answer.code, len(loads)) == (0, 1)
+    assert answer.err == f"save_layer_outputs: no --pretrained_dir: quamba-small runs with {BUILT_IN}\n"
+    assert {path.name for path in (tmp_path / "layer_outputs").iterdir()} == files_of(modes)
+    assert len({read(file)["inputs"] for file in (tmp_path / "layer_outputs").glob("*_stats.json")}) == 1
+
+
+def test_saving_a_mode_again_replaces_it_and_leaves_the_others(run, tmp_path):
+    run(quickly(SAVING[0]))
+    run("save_layer_outputs.py quamba-small --mode 0 --quantize --calib_data_num 1 --calib_seqlen 8")
+    kept = (tmp_path / "layer_outputs" / "mode_fp32_layer_0.npy").read_bytes()
+    run("save_layer_outputs.py quamba-small --mode 0 --quantize --calib_data_num 2 --calib_seqlen 16")
+    assert np.load(tmp_path / "layer_outputs" / "mode_0_layer_0.npy").shape == (2, 16, 128)
+    assert (tmp_path / "layer_outputs" / "mode_fp32_layer_0.npy").read_bytes() == kept
+
+
+def test_quantize_says_so_where_it_changes_nothing(run):
+    answer = run("save_layer_outputs.py quamba-small --mode fp32 --quantize --calib_data_num 1 --calib_seqlen 8")
+    assert answer.code == 0
+    assert "mode fp32 is in floating point: --quantize changes nothing of it" in answer.err
+
+
+def test_weights_of_ones_own_are_used(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MambaConfig(vocab_size=256, hidden_size=16, num_hidden_layers=3, state_size=4, pad_token_id=0)
+    theirs = transformers.MambaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "pa-0.995")
+    answer = run(
+        "save_layer_outputs.py quamba-small --pretrained_dir pa-0.995 --mode fp32 0 --calib_data_num 1 --calib_seqlen 8"
+    )
+    assert (answer.code, answer.err) == (0, "")
+    said = read(tmp_path / "layer_outputs" / "mode_0_stats.json")
+    assert (said["weights"], said["percentile_alpha"]) == ("pa-0.995", 0.995)
+    seen = []
+    theirs.backbone.layers[2].register_forward_hook(lambda _, __, output: seen.append(output))
+    with torch.no_grad():
+        theirs(torch.cat(sample_batches(1, 8, split="recorded")))
+    last = np.load(tmp_path / "layer_outputs" / "mode_fp32_layer_2.npy")
+    np.testing.assert_allclose(last, seen[0].numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("save_layer_outputs.py quamba-130m --mode 0", "did you mean quamba-130m-w8a8"),
+        ("save_layer_outputs.py quamba-small --mode 9", "there is no mode '9' of Mamba"),
+        ("save_layer_outputs.py quamba-small --mode 0 --pretrained_dir mine", "'mine' is not there; leave it out"),
+        ("save_layer_outputs.py quamba-small --mode 0 --calib_seqlen -1", "there is at least 1 of each"),
+        ("save_first_layer_io.py --model quamba-small --modes 9", "there is no mode '9' of Mamba"),
+        ("save_first_layer_io.py --pretrained_dir mine", "'mine' is not there; leave it out"),
+    ],
+)
+def test_wrong_use_is_one_sentence_and_2_and_leaves_nothing(run, tmp_path, command, said):
+    answer = run(command)
+    assert (answer.code, answer.out) == (2, "")
+    assert said in answer.err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+# Comparing them -------------------------------------------------------------------------------------
+
+
+def test_the_compare_commands_work_on_what_was_saved(run, saved, tmp_path):
+    copytree(saved[0], tmp_path / "layer_outputs")
+    run(quickly("save_layer_outputs.py quamba-130m-w8a8 --mode fp16"))
+    reference, mode = (np.load(saved[0] / f"mode_{m}_layer_0.npy").astype(np.float64) for m in ("fp32", "2-1"))
+    mse = ((mode - reference) ** 2).mean()
+    plain = run("compare_with_fp.py 2-1 --reference fp32 --output_dir layer_outputs")
+    assert plain.code == 0
+    assert "Layer 0 - Comparison Results" in plain.out
+    assert f"{mse:.6e}" in plain.out
+    assert run("compare_with_fp.py 2-1 --reference fp16").code == 0
+    assert run("compare_with_fp.py 2-1 --save_comparison results/mode_2-1_comparison.json").code == 0
+    written = read(tmp_path / "results" / "mode_2-1_comparison.json")
+    assert written["rows"][0]["metrics"]["mse"] == pytest.approx(mse, rel=1e-6)
+    table = run("compare_with_fp.py --all").out
+    rows = table[table.index("SUMMARY TABLE - All Modes vs fp32") :].splitlines()[2:10]
+    assert [row.split()[0] for row in rows] == [*QUANTISED, "fp16"]
+
+
+# The first layer ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def captured(checkout, tmp_path_factory):
+    """What `./capture_first_layer.sh` leaves, and says."""
+    answer = shell("./capture_first_layer.sh", checkout, cache=tmp_path_factory.getbasetemp() / "cache")
+    assert answer.code == 0, answer.err
+    return checkout, answer
+
+
+def test_capturing_the_first_layer_leaves_both_files_and_prints_each_mode(captured):
+    folder, answer = captured
+    stats = read(folder / "first_layer_io_all_modes_stats.json")
+    assert {"timestamp", "model", "pretrained_dir", "seq_len", "modes"} <= stats.keys()
+    assert (stats["model"], stats["pretrained_dir"], stats["seq_len"]) == ("quamba-small", DIR, 16)
+    assert list(stats["modes"]) == EVERY
+    with np.load(folder / "first_layer_io_all_modes.npz") as data:
+        assert data.files == [f"mode_{mode}_{side}" for mode in EVERY for side in ("input", "output")]
+        for mode in EVERY:
+            for side in ("input", "output"):
+                assert data[f"mode_{mode}_{side}"].shape == (1, 16, 128)
+                assert_describes(stats["modes"][mode][side], data[f"mode_{mode}_{side}"])
+            assert np.array_equal(data[f"mode_{mode}_input"], data["mode_fp32_input"])
+    entry = stats["modes"]["2-1"]["output"]
+    line = "=" * 98
+    assert f"{line}\nMODE 2-1\n{line}\n\n📥 INPUT (Shape: [1, 16, 128]):\n  First 10 values: ['" in answer.out
+    assert (
+        f"📤 OUTPUT (Shape: [1, 16, 128]):\n"
+        f"  First 10 values: {[f'{value:.6f}' for value in entry['first_10']]}\n"
+        f"  Mean: {entry['mean']:.6f}\n"
+        f"  Std:  {entry['std']:.6f}\n"
+        f"  Range: [{entry['min']:.6f}, {entry['max']:.6f}]\n"
+    ) in answer.out
+    assert f"{DIR} is not there: quamba-small runs with {BUILT_IN}" in answer.err
+
+
+def test_the_first_layer_is_what_torchs_own_hooks_see(captured):
+    model = load_model("quamba-small").model
+    seen = {}
+    model.backbone.layers[0].register_forward_hook(lambda _, args, output: seen.update(input=args[0], output=output))
+    with torch.no_grad():
+        model(torch.cat(sample_batches(1, 16, split="recorded")))
+    with np.load(captured[0] / "first_layer_io_all_modes.npz") as data:
+        for side, expected in seen.items():
+            assert np.array_equal(data[f"mode_fp32_{side}"], expected.numpy())
+
+
+def test_the_difference_between_modes_can_be_drawn(captured, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with np.load(captured[0] / "first_layer_io_all_modes.npz") as data:
+        figure, axes = pyplot.subplots(1, 2, figsize=(12, 4))
+        for axis, mode in zip(axes, ("0", "2-1"), strict=True):
+            difference = data[f"mode_{mode}_output"] - data["mode_fp32_output"]
+            assert 0 < np.mean(difference**2) < np.mean(data["mode_fp32_output"] ** 2)
+            counts, _, _ = axis.hist(difference.flatten(), bins=100, alpha=0.7)
+            assert counts.sum() == difference.size
+            axis.set_title(f"Mode {mode} - FP32")
+        figure.tight_layout()
+        figure.savefig(tmp_path / "first_layer_output_diff.png")
+        pyplot.close(figure)
+    assert (tmp_path / "first_layer_output_diff.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command", CAPTURING)
+def test_every_capture_command_leaves_its_files(run, tmp_path, command):
+    name, modes = CAPTURING[command]
+    (tmp_path / f"{name}.npz").write_bytes(b"what was here before")
+    assert run(quickly(command)).code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.npz", f"{name}_stats.json"}
+    stats = read(tmp_path / f"{name}_stats.json")
+    assert list(stats["modes"]) == modes
+    assert stats["seq_len"] == (1024 if "1024" in command else 16)
+    with np.load(tmp_path / f"{name}.npz") as data:
+        assert len(data.files) == 2 * len(modes)
+
+
+# To the letter --------------------------------------------------------------------------------------
+
+
+@pytest.mark.stress
+def test_every_command_line_of_the_documents_runs_as_it_is_written(tmp_path):
+    for script in SCRIPTS.iterdir():
+        (tmp_path / script.name).symlink_to(script)
+    *saving, many_samples = (f"{sys.executable} {command}" for command in SAVING)
+    comparing = [
+        "./comparewithfp 2-1",
+        f"{sys.executable} compare_with_fp.py 2-1 --reference fp32 --output_dir layer_outputs",
+        f"{sys.executable} compare_with_fp.py 2-1 --save_comparison results/mode_2-1_comparison.json",
+        "./compare_all_modes.sh",
+    ]
+    words = ("", "fp_only", "quant_only", "essential", "fp32 0 2-1 2-4")
+    for command in [*saving, *(f"./save_all_modes.sh {each}" for each in words), *comparing]:
+        answer = shell(command, tmp_path, cache=tmp_path / "cache")
+        assert answer.code == 0, f"{command}: {answer.err}"
+    assert {path.name for path in (tmp_path / "layer_outputs").iterdir()} == files_of(EVERY)
+    assert np.load(tmp_path / "layer_outputs" / "mode_2-1_layer_23.npy").shape == (10, 512, 768)
+    assert len(list((tmp_path / "comparisons").iterdir())) == len(QUANTISED)
+    for each in ("", "essential", "quant_only", "fp32 0 2-1 2-4", "fp32 0 2-1"):
+        answer = shell(f"./capture_first_layer.sh {each}", tmp_path, cache=tmp_path / "cache")
+        assert answer.code == 0, answer.err
+    for command, (name, modes) in CAPTURING.items():
+        assert shell(f"{sys.executable} {command}", tmp_path, cache=tmp_path / "cache").code == 0
+        with np.load(tmp_path / f"{name}.npz") as data:
+            assert data[f"mode_{modes[-1]}_output"].shape == (1, 1024 if "1024" in command else 512, 768)
+    assert shell(many_samples, tmp_path, cache=tmp_path / "cache").code == 0
+    assert np.load(tmp_path / "layer_outputs" / "mode_fp32_layer_0.npy").shape == (100, 1024, 768)
