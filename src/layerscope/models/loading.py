@@ -58,7 +58,6 @@ def _minimax_m2(seed: int) -> torch.nn.Module:
 
 BUILT_IN: dict[str, BuiltIn] = {
     "tiny-transformer": BuiltIn(_tiny_transformer, "8 decoder layers over bytes, weights drawn from the seed"),
-    "demo": BuiltIn(_tiny_transformer, "another name of tiny-transformer"),
     "quamba-small": BuiltIn(_quamba_small, "Mamba over bytes, 24 layers, 128 wide, trained; the seed changes nothing"),
     "quamba-130m-w8a8": BuiltIn(_quamba_130m, "Mamba over bytes, 24 layers, 768 wide, weights drawn from the seed"),
     "minimax-m2": BuiltIn(_minimax_m2, "mixture of experts over bytes, 62 layers, 64 wide, drawn from the seed"),

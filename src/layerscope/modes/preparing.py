@@ -94,7 +94,8 @@ def prepare(
     if not sampled and (kind is None or inputs is not None or prompt is not None):
         batches = partial(loaded.batches, inputs=inputs, prompt=prompt)
         return Prepared(loaded, batches, setting, settings, tuple(notes))
-    count, length = calib_data_num or usual[0], calib_seqlen or usual[1]
+    count = usual[0] if calib_data_num is None else calib_data_num
+    length = usual[1] if calib_seqlen is None else calib_seqlen
     settings |= {"calib_data_num": count, "calib_seqlen": length}
     return Prepared(loaded, partial(_sampled, loaded, count, length), setting, settings, tuple(notes))
 

@@ -141,4 +141,4 @@ def test_a_model_without_inputs_asks_for_them(write):
 
 def test_two_ways_of_saying_the_inputs_are_one_too_many():
     with pytest.raises(BadModel, match="give one of them"):
-        load_model("demo").batches(inputs="x.npz", prompt="hi")
+        load_model("tiny-transformer").batches(inputs="x.npz", prompt="hi")
