@@ -2,9 +2,10 @@
 
     python -m benchmarks.diagnosing
 
-On a CPU: the 12-layer Llama against a copy of it in float32 and in bfloat16, healthy and with one weight times 1.05. The
-unit is one forward of each model; the limit is 6, the look at single operations apart (a changed weight needs none). On a
-GPU, where there is one: 24 layers and 1.3 B parameters in bfloat16, two models; the limit is twice what both hold.
+On a CPU: the 12-layer Llama against a copy of it in float32 and in bfloat16, healthy and with one weight times 1.05.
+The unit is one forward of each model; the limit is 6, the look at single operations apart (a changed weight needs
+none). On a GPU, where there is one: 24 layers and 1.3 B parameters in bfloat16, two models; the limit is twice what
+both hold.
 """
 
 from __future__ import annotations

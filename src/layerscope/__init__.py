@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Comparison": "compare",
+    "Finding": "diagnose",
     "LayerscopeError": "errors",
     "Moment": "points",
     "Monitor": "monitor",
@@ -33,10 +34,15 @@ _HOME = {
     "assert_runs_match": "compare",
     "batches": "schedules",
     "compare": "compare",
+    "compile": "compiled",
     "convert": "store",
+    "diagnose": "diagnose",
     "epochs": "schedules",
     "every": "schedules",
     "first": "schedules",
+    "get_layer_hidden_states": "compiled",
+    "load_compiled": "compiled",
+    "mode": "modes",
     "open_run": "store",
     "record": "recorder",
     "recover": "store",
@@ -48,6 +54,7 @@ _HOME = {
 
 __all__ = [
     "Comparison",
+    "Finding",
     "LayerscopeError",
     "Moment",
     "Monitor",
@@ -62,10 +69,15 @@ __all__ = [
     "assert_runs_match",
     "batches",
     "compare",
+    "compile",
     "convert",
+    "diagnose",
     "epochs",
     "every",
     "first",
+    "get_layer_hidden_states",
+    "load_compiled",
+    "mode",
     "open_run",
     "record",
     "recover",
@@ -77,7 +89,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from layerscope.compare import Comparison, Verdict, assert_runs_match, compare
+    from layerscope.compiled import compile, get_layer_hidden_states, load_compiled
+    from layerscope.diagnose import Finding, diagnose
     from layerscope.errors import LayerscopeError
+    from layerscope.modes import mode
     from layerscope.monitor import Monitor, MonitoredTrainer, watch
     from layerscope.points import Moment, Point
     from layerscope.recorder import Recording, Tap, record

@@ -113,6 +113,8 @@ def run_facts(run: Reader) -> Facts:
     parameters = manifest.model.get("parameters")
     model = f"{kind}, {parameters:,} parameters" if isinstance(parameters, int) else kind
     on = [manifest.runtime, manifest.device, *(f"{k} {v}" for k, v in manifest.versions.items() if k == "torch")]
+    if effect := manifest.settings.get("observer_effect"):
+        on.append(str(effect))
     words = [manifest.started.replace("T", " ").replace("+00:00", " UTC"), *on]
     data = {
         "address": run.address,

@@ -236,6 +236,8 @@ def _basis(plan: Plan, rows: Sequence[Row], noise: Sequence[Noise], limit: float
 def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     for role, run in (("the reference", plan.left.run), ("the candidate", plan.right.run)):
         yield from (f"{role}: {note}" for note in getattr(run, "notes", ()))
+        if effect := run.manifest.settings.get("observer_effect"):
+            yield f"{role} was recorded in {run.manifest.runtime}: {effect}"
         if run.layout == "layerscope" and not run.complete:
             yield f"{role} is {_incomplete(run)}; what is not there was not compared"
     seen = [run.manifest.settings.get("inputs") for run in (plan.left.run, plan.right.run)]

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from layerscope.diagnose.guiding import Guidance
 from layerscope.diagnose.passes import Passes
 from layerscope.diagnose.rows import Row
+from layerscope.diagnose.sides import Lent, lent_weights
 
 __all__ = ["Suspect", "blocks_of", "suspects_of"]
 
@@ -50,9 +52,36 @@ def suspects_of(rows: Sequence[Row], passes: Passes) -> list[Suspect]:
             judged = replace(row.judged, name=block, counterpart=passes.pairing.names[block], leaf=False)
             found.setdefault(block, Suspect(block, replace(row, judged=judged), blocks[block]))
             continue
-        for name in _owners(row, passes):
+        owners = _owners(row, passes)
+        if owners == [row.judged.name] and _borrows(row, rows, passes):
+            continue
+        for name in owners:
             found.setdefault(name, Suspect(name, row))
     return list(found.values())
+
+
+def _borrows(row: Row, rows: Sequence[Row], passes: Passes) -> bool:
+    """Tell whether a parent's own code is wrong only for weights it takes from a module inside that is to blame itself.
+
+    A head that is tied to an embedding may use its weight without a call. With the reference's weights there, the
+    parent's own code must be right.
+    """
+    if row.judged.leaf or row.place is None or row.measure is None:
+        return False
+    prefix = f"{row.judged.name}." if row.judged.name else ""
+    blamed = {r.judged.name for r in rows if r.judged.guilty and r.judged.name.startswith(prefix) and r.judged.name}
+    lent = [
+        Lent(theirs, key, tensor.detach().to(getattr(theirs, key).dtype))
+        for name in blamed - {row.judged.name}
+        if (theirs := passes.theirs.modules.by_name[passes.pairing.names[name]]) is not None
+        for key, tensor in _tensors(passes.ours.modules.by_name[name], recurse=False).items()
+        if isinstance(getattr(theirs, key, None), torch.Tensor) and not _equal(tensor, getattr(theirs, key))
+    ]
+    if not lent:
+        return False
+    with lent_weights(lent):
+        right = passes.candidate(Guidance(only=(row.place,))).measured.get(row.place)
+    return right is not None and right.error < row.measure.error / 2
 
 
 def _owners(row: Row, passes: Passes) -> list[str]:

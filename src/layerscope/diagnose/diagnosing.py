@@ -147,7 +147,8 @@ class _Diagnosis:
         }
         if doubtful:
             self.say("trying what a unit in the last place does")
-            nudged = passes.floor(Guidance(again=NUDGE, only=doubtful)).measured
+            every = ROUNDED if passes.other_dtypes else 1
+            nudged = passes.floor(Guidance(again=NUDGE, every=every, only=doubtful)).measured
         judged = judged_rows(passes, guided, floor.measured, nudged, leniency=leniency)
         rows = [evident(row, passes) for row in judged]
         return self.randomness(rows, guided) if passes.drew else rows
@@ -173,6 +174,7 @@ class _Diagnosis:
 
 
 NUDGE = 1
+ROUNDED = 8  # one in eight moved by a unit is as far off as all of them rounded; the floor has that already
 UNKNOWN = 4.0
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerscope.diagnose.boundaries import boundary
+from layerscope.diagnose.boundaries import boundary, bridge
 from layerscope.diagnose.capturing import Call, Captured, Held
 from layerscope.diagnose.measuring import Measured, bits, measured
 from layerscope.diagnose.operations import Called, traced
@@ -48,6 +48,8 @@ class Place(NamedTuple):
         path = leaf_text(leaf) if leaf else ""
         if side == "parameter":
             return f"gradient of {leaf[0]}"
+        if side == "lost":
+            return f"gradient that should come back to its output{path}"
         if side == "input":
             return f"gradient of its input{path}"
         inner = self.into[0] if self.into else ""
@@ -77,14 +79,16 @@ class Guidance:
     """How to guide: what is left out of it, what is kept, what is changed on the way.
 
     Inside a call of `whole` nothing is replaced, so that its output is all its own, and is kept. `keep` are places
-    whose value is kept. `again` hands every value on with a change of one unit in the last place, drawn from that seed.
-    `only` are the places worth measuring. `known` are the measures of another model: a value with the same bits has the
-    same measure, and one with others is kept. `seed` is set anew at every call. `trace` is the call whose own code is
-    logged, operation by operation. `until` are the calls after which nothing is left to be seen: the run ends there.
+    whose value is kept. `again` hands values on with a change of one unit in the last place, drawn from that seed, one
+    in `every`. `only` are the places worth measuring. `known` are the measures of another model: a value with the same
+    bits has the same measure, and one with others is kept. `seed` is set anew at every call. `trace` is the call whose
+    own code is logged, operation by operation. `until` are the calls after which nothing is left to be seen: the run
+    ends there.
     """
 
     whole: Collection[str] = ()
     again: int | None = None
+    every: int = 1
     only: Collection[Place] | None = None
     known: Mapping[Place, Measured] = field(default_factory=dict)
     seed: int | None = None
@@ -120,6 +124,9 @@ def guide(
     return guiding.result
 
 
+LOST = Measured(1.0, scale=0.0, worst=math.inf, digest=-1)
+
+
 class _Enough(BaseException):
     """Ends a run that has shown what it was made for."""
 
@@ -135,8 +142,9 @@ class _Guiding:
         self.under_way: list[Frame] = []
         self.busy = False
         self.spare = SPARE
+        self.arrived: dict[Key, list[tuple[tuple[Key, str, Leaf], torch.Tensor]]] = {}
         self.waiting = set(guidance.until)
-        self.nudge = None if guidance.again is None else Nudge(guidance.again)
+        self.nudge = None if guidance.again is None else Nudge(guidance.again, every=guidance.every)
 
     def key(self, frame: Frame) -> Key:
         return self.partners[frame.name][0].reference, frame.call
@@ -181,6 +189,8 @@ class _Guiding:
             wanted = call.inputs[pairs[leaf]].tensor
             self.measure(place, wanted, own)
             passing = (key, "input", pairs[leaf])
+            if self.captured.gradients is not None:
+                self.arrived.setdefault(frame.key, []).append((passing, own))
             # What comes back through an argument has passed this module.
             return self.put(own, wanted, passing, Place(key, None, ("input", *pairs[leaf]), gradient=True))
 
@@ -196,6 +206,7 @@ class _Guiding:
             self.result.outputs[key] = {leaf: tensor.detach().clone() for leaf, tensor in own}
         owner = None if frame.above is None else self.key(frame.above)
         pairs = paired(own, parts[0][1].outputs)
+        arrived = self.arrived.pop(frame.key, [])
 
         def put(leaf: Leaf, tensor: torch.Tensor) -> torch.Tensor:
             if leaf not in pairs:
@@ -212,11 +223,25 @@ class _Guiding:
                 return cast(whole, like=tensor, nudge=self.nudge)
             passing = (key, "output", pairs[leaf])
             # What comes back to an output has passed the code around this module.
-            return self.put(
-                tensor, whole, passing, Place(owner, key, ("output", *pairs[leaf]), gradient=True) if owner else None
-            )
+            back = Place(owner, key, ("output", *pairs[leaf]), gradient=True) if owner else None
+            if self.is_lost(tensor, passing):
+                self.result.measured[Place(key, None, ("lost", *pairs[leaf]), gradient=True)] = LOST
+                return self.bridged(cast(whole, like=tensor, nudge=self.nudge), arrived)
+            return self.put(tensor, whole, passing, back)
 
         return replaced(value, put)
+
+    def is_lost(self, own: torch.Tensor, passing: tuple[Key, str, Leaf]) -> bool:
+        """Whether a gradient came back to the reference's value, and none can to this one."""
+        gradients = self.captured.gradients
+        return gradients is not None and passing in gradients.at and not own.requires_grad and torch.is_grad_enabled()
+
+    def bridged(self, value: torch.Tensor, arrived: list[tuple[tuple[Key, str, Leaf], torch.Tensor]]) -> torch.Tensor:
+        """Let the reference's gradients reach what a module was handed, past code that lets none through."""
+        gradients = self.captured.gradients
+        assert gradients is not None
+        sources = [(own, gradients.at[at]) for at, own in arrived if own.requires_grad and at in gradients.at]
+        return bridge(value, sources) if sources else value
 
     def put(
         self, own: torch.Tensor, wanted: torch.Tensor, passing: tuple[Key, str, Leaf], place: Place | None
@@ -314,13 +339,15 @@ def cast(value: torch.Tensor, *, like: torch.Tensor, nudge: Nudge | None = None)
 
 
 class Nudge:
-    """Moves every number by about one unit in the last place, up or down, the same way whenever it is asked again.
+    """Moves one in so many numbers by about one unit in the last place, up or down.
 
-    Signs are drawn once for the largest tensor, and each tensor begins somewhere else among them.
+    Every eighth is moved by as much as rounding to nearest is off, in the root mean square. Signs are drawn once for
+    the largest tensor, and each tensor begins somewhere else among them.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, every: int = 1) -> None:
         self._drawing = torch.Generator().manual_seed(seed)
+        self._every = every
         self._signs = torch.empty(0)
         self._turn = 0
 
@@ -334,8 +361,9 @@ class Nudge:
     def _like(self, value: torch.Tensor) -> torch.Tensor:
         count = value.numel()
         if self._signs.numel() < 2 * count or self._signs.device != value.device:
-            drawn = torch.randint(0, 2, (2 * count,), generator=self._drawing, dtype=torch.int8)
-            self._signs = drawn.to(value.device).to(torch.float32).mul_(2).sub_(1)
+            drawn = torch.randint(0, 2 * self._every, (2 * count,), generator=self._drawing, dtype=torch.int8)
+            drawn = torch.where(drawn < 2, 2 * drawn - 1, 0)
+            self._signs = drawn.to(value.device, torch.float32)
         self._turn += 1
         start = self._turn * 7919 % (self._signs.numel() - count + 1)
         return self._signs[start : start + count].view(value.shape).to(value.dtype)

@@ -206,10 +206,11 @@ class Passes:
             for key, parameter in side.modules.by_name[own].named_parameters(recurse=False):
                 wanted = self.captured.gradients.parameters.get((part.reference, key))
                 place = Place((part.reference, 0), None, ("parameter", key), gradient=True)
-                if wanted is None or parameter.grad is None or wanted.shape != parameter.grad.shape:
+                if wanted is None or not parameter.requires_grad or wanted.shape != parameter.shape:
                     continue
                 if guidance.only is None or place in guidance.only:
-                    guided.measured[place] = measured(wanted, parameter.grad)
+                    got = parameter.grad
+                    guided.measured[place] = measured(wanted, torch.zeros_like(parameter) if got is None else got)
 
     def _leave_out(self, name: str, error: BaseException) -> None:
         kept = {own: parts for own, parts in self.pairing.candidate.items() if name not in {p.reference for p in parts}}

@@ -30,6 +30,8 @@ def quantised(rows: list[Row], passes: Passes) -> list[Row]:
     """
     groups: dict[str, list[int]] = defaultdict(list)
     for at, row in enumerate(rows):
+        if row.judged.call:  # a module that runs twelve times is one module
+            continue
         module = passes.ours.modules.by_name[row.judged.name]
         weights = module.parameters(recurse=not row.judged.leaf)
         usable = row.measure is not None and row.measure.shape and row.judged.kind not in ("nonfinite", "random")
@@ -52,9 +54,10 @@ def quantised(rows: list[Row], passes: Passes) -> list[Row]:
 
 
 def _clear(rows: list[Row], members: Collection[int], apart: Mapping[str, str]) -> None:
-    for at in members:
-        judged = rows[at].judged
-        if not judged.guilty:
+    cleared = {rows[at].judged.name for at in members}
+    for at, row in enumerate(rows):
+        judged = row.judged
+        if judged.name not in cleared or not judged.guilty:
             continue
         if judged.name in apart:
             judged = replace(judged, kind="root", because=apart[judged.name])

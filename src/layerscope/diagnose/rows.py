@@ -129,9 +129,11 @@ def code_of(name: str, passes: Passes) -> Code:
     """Tell what is known of the code of a module and its partner."""
     ours = passes.ours.modules.by_name[name]
     theirs = passes.theirs.modules.by_name[passes.pairing.names[name]]
-    if type(ours) is not type(theirs) or _kernel(ours) != _kernel(theirs):
+    kinds = type(ours), type(theirs)
+    if _kernel(ours) != _kernel(theirs) or not (issubclass(kinds[0], kinds[1]) or issubclass(kinds[1], kinds[0])):
         return "other"
-    return "patched" if "forward" in vars(ours) or "forward" in vars(theirs) else "same"
+    rewritten = kinds[0] is not kinds[1] or "forward" in vars(ours) or "forward" in vars(theirs)
+    return "patched" if rewritten else "same"
 
 
 def _kernel(module: nn.Module) -> object:

@@ -23,7 +23,7 @@ from layerscope.models.inputs import Inputs
 from layerscope.runtimes.eager import Modules, modules_of
 from layerscope.runtimes.values import leaves, replaced
 
-__all__ = ["LOSS_SCALE", "LOWERED", "Side", "cast_weights", "castings", "loss_of", "main_dtype"]
+__all__ = ["LOSS_SCALE", "LOWERED", "Lent", "Side", "cast_weights", "castings", "lent_weights", "loss_of", "main_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +163,33 @@ def cast_weights(
     `nudge` moves those that become more exact than they were, by as much as they had been rounded.
     """
     made: dict[int, torch.Tensor] = {}
+    for _, _, tensor, dtype in which:
+        if id(tensor) not in made:
+            made[id(tensor)] = _cast(tensor, dtype, nudge)
+    with lent_weights([Lent(module, key, made[id(tensor)]) for module, key, tensor, _ in which]):
+        yield
+
+
+class Lent(NamedTuple):
+    """A tensor for a module to hold in the place of its own."""
+
+    module: nn.Module
+    key: str
+    tensor: torch.Tensor
+
+
+@contextmanager
+def lent_weights(which: Sequence[Lent]) -> Iterator[None]:
+    """Let modules hold other tensors for a while; their own come back at the end."""
+    made: dict[int, torch.Tensor] = {}
     with ExitStack() as stack:
-        for module, key, tensor, dtype in which:
-            if id(tensor) not in made:
-                made[id(tensor)] = _cast(tensor, dtype, nudge)
-            stack.callback(setattr, module, key, tensor)
+        for module, key, tensor in which:
+            own = getattr(module, key)
+            if id(tensor) not in made:  # what is tied stays tied
+                made[id(tensor)] = (
+                    nn.Parameter(tensor, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else tensor
+                )
+            stack.callback(setattr, module, key, own)
             setattr(module, key, made[id(tensor)])
         yield
 
@@ -182,4 +204,4 @@ def _cast(
     cast = tensor.detach().to(dtype)
     if nudge is not None and rounding(dtype) < rounding(tensor.dtype):
         cast = nudge(cast, torch.finfo(tensor.dtype).eps)
-    return nn.Parameter(cast, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else cast
+    return cast

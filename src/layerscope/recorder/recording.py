@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -316,7 +316,7 @@ class Recording:
         *,
         summary: Summary | Callable[[], Summary] | None = None,
     ) -> None:
-        """Keep a tensor that a listener held back, at the moment it was seen, in the place of what is recorded there."""
+        """Keep a tensor that a listener held back, at the moment it was seen, in place of what is recorded there."""
         look = _Look(weakref.ref(tensor), -1)
         with undisturbed():
             self._take(look, tensor, Wish(tensor=True))
@@ -490,6 +490,8 @@ class Recording:
             self._settle()
             if not self._ledger.forwards and state == "complete":
                 _log.warning("no forward of %s ran while recording: %s", type(self._watched).__name__, _SILENT_BLOCK)
+            if notes := self._runtime.notes(self._watched):
+                home.manifest = replace(home.manifest, settings=home.manifest.settings | notes)
             self.completeness = home.close(
                 state=state,
                 forwards=self._ledger.forwards,

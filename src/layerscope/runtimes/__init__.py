@@ -28,9 +28,12 @@ def find(model: Any) -> Runtime:
     """Return the runtime that can watch `model`, or say why none can.
 
     Only libraries that are imported already are asked: what they have not made cannot be theirs. A path is opened
-    first.
+    first; a model that `layerscope.compile` made brings its own runtime.
     """
     model = opened(model)
+    own: Runtime | None = getattr(model, "layerscope_runtime", None)
+    if own is not None:
+        return own
     if "torch" not in sys.modules:
         raise Unsupported(
             f"cannot record a {type(model).__name__}: it is not a torch.nn.Module, and torch is not even imported."

@@ -29,7 +29,7 @@ from layerscope.runtimes.runtime import Wanted
 from layerscope.runtimes.sink import Sink
 from layerscope.runtimes.values import argument_leaves, leaves
 
-__all__ = ["NAME", "check", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
+__all__ = ["NAME", "check", "notes", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
 
 NAME = "torch.compile"
 
@@ -39,6 +39,11 @@ _SHARED_CODE = (
     "is used again here; call torch._dynamo.reset() before the recording, or compile with fullgraph=True"
 )
 _KEPT = "_layerscope_tapped"  # on the function that torch.compile made: it dies with the compiled model
+
+
+def notes(model: torch.nn.Module) -> dict[str, Any]:
+    """Say that taps can change what the compiler fuses, and that nobody looked whether they did."""
+    return {"observer_effect": "not measured; layerscope.compile(...) measures what its taps change"}
 
 
 def check(model: torch.nn.Module, wanted: Wanted, *, ops: bool) -> None:

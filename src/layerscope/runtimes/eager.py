@@ -40,6 +40,7 @@ __all__ = [
     "compiled_parts",
     "is_compiled",
     "modules_of",
+    "notes",
     "parameters",
     "points",
     "remark",
@@ -105,6 +106,11 @@ def points(model: torch.nn.Module) -> list[Place]:
     by_name, shared = modules_of(model)
     named = [*by_name.items(), *((other, by_name[first]) for other, first in shared.items())]
     return [Place(name, tuple(c.__name__ for c in type(module).__mro__[:-1])) for name, module in named]
+
+
+def notes(model: torch.nn.Module) -> dict[str, Any]:
+    """Return nothing: looking changes nothing here."""
+    return {}
 
 
 def remark(model: torch.nn.Module) -> str:

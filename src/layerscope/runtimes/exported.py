@@ -29,7 +29,7 @@ from layerscope.runtimes.scopes import ModuleCall, ScopedNode, module_calls, pla
 from layerscope.runtimes.sink import Sink
 from layerscope.runtimes.values import leaves
 
-__all__ = ["NAME", "check", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
+__all__ = ["NAME", "check", "notes", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
 
 NAME = "export"
 
@@ -41,6 +41,11 @@ def points(program: ExportedProgram) -> list[Place]:
     kinds = {name: kind for node in program.graph.nodes for name, kind in _stack(node).values()}
     named = [entry.fqn for entry in program.module_call_graph if "@" not in entry.fqn]
     return places_of({name: kinds.get(name, "") for name in dict.fromkeys([*named, *kinds])})
+
+
+def notes(program: ExportedProgram) -> dict[str, Any]:
+    """Return nothing: looking changes nothing here."""
+    return {}
 
 
 def remark(program: ExportedProgram) -> str:

@@ -31,7 +31,19 @@ from layerscope.runtimes.scopes import places_of
 from layerscope.runtimes.sink import Sink
 from layerscope.runtimes.values import argument_leaves
 
-__all__ = ["NAME", "OnnxModel", "check", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
+__all__ = [
+    "NAME",
+    "OnnxModel",
+    "check",
+    "notes",
+    "parameters",
+    "points",
+    "remark",
+    "shared",
+    "watch",
+    "weights",
+    "why_silent",
+]
 
 NAME = "onnx"
 
@@ -85,6 +97,11 @@ def points(model: OnnxModel) -> list[Place]:
             "with layerscope.compile(..., record_layer_outputs=True)."
         )
     return places_of(model.graph.kinds)
+
+
+def notes(model: OnnxModel) -> dict[str, Any]:
+    """Return nothing: looking changes nothing here."""
+    return {}
 
 
 def remark(model: OnnxModel) -> str:

@@ -36,6 +36,9 @@ class Runtime(Protocol):
     def remark(self, model: Any, /) -> str:
         """Say what a reader of the points should know; empty where they are simply the model's modules."""
 
+    def notes(self, model: Any, /) -> dict[str, Any]:
+        """Return what the run is to say of this recording among its settings, once it is over."""
+
     def shared(self, model: Any, /) -> dict[str, str]:
         """Map the other names of shared modules to the name they are recorded under."""
 

@@ -28,7 +28,7 @@ from layerscope.runtimes.runtime import Wanted, Weights
 from layerscope.runtimes.script_graphs import Value
 from layerscope.runtimes.sink import Sink
 
-__all__ = ["NAME", "check", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
+__all__ = ["NAME", "check", "notes", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
 
 NAME = "torchscript"
 
@@ -44,6 +44,11 @@ def points(model: Script) -> list[Place]:
     """Return the modules, with the class each was made from; of a frozen module, the values of its operations too."""
     modules = [Place(name, (module.original_name,)) for name, module in model.named_modules()]
     return modules + [Place(value.name, (value.op,)) for value in _frozen_values(model)]
+
+
+def notes(model: Script) -> dict[str, Any]:
+    """Return nothing: looking changes nothing here."""
+    return {}
 
 
 def remark(model: Script) -> str:

@@ -1,0 +1,129 @@
+"""Compile a model with taps in its graph.
+
+scripted = compile(model, example_inputs, backend="torchscript", record_layer_outputs=True)
+scripted(**inputs)
+get_layer_hidden_states()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+
+from layerscope.compiled.backends import Backend, named
+from layerscope.compiled.keeping import kept
+from layerscope.compiled.model import Compiled, Source
+from layerscope.compiled.observing import ObserverEffect
+from layerscope.compiled.structure import opaque_parts, rebuilt
+from layerscope.compiled.surveying import Survey, surveyed
+from layerscope.compiled.table import Table
+from layerscope.compiled.tapping import Tapped, flattened
+from layerscope.errors import LayerscopeError, Unsupported
+from layerscope.patterns import Pattern
+
+__all__ = ["compile"]
+
+
+def compile(
+    model: torch.nn.Module,
+    example_inputs: object,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    record_layer_outputs: bool | str | Pattern | Iterable[int | str | Pattern] | None = None,
+    dynamic: bool = True,
+    precision_faithful: bool = False,
+    observer: Literal["measure", "skip"] = "measure",
+) -> Compiled:
+    """Compile a model so that what its layers compute is among the outputs of the graph; the model is left as it is.
+
+    `example_inputs` is a tuple (positional) or a dict (keyword arguments). `backend` is "torchscript", "inductor",
+    "export", "aoti", "onnx", "neuron", torch.jit.trace, torch.compile, or a function (module, example_inputs) ->
+    compiled. `record_layer_outputs` is True (the embedding, every decoder layer, the logits), the numbers of layers,
+    patterns, or False; left out, the model's own `neuron_config` is asked, and True where it says nothing.
+
+    `dynamic` leaves sizes free where the compiler can. The first call also runs the untapped graph once, to see what
+    the taps change (`observer_effect`); `observer="skip"` does not. `precision_faithful` has Inductor round where the
+    source does, so that the taps change nothing: slower, and to other bits than the plain compiled model's.
+    """
+    if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise Unsupported(
+            f"a {type(model).__name__} cannot be compiled with taps; give the torch.nn.Module it was made from. "
+            "A TorchScript module, an exported program or an .onnx file goes to record() as it is."
+        )
+    if observer not in ("measure", "skip"):
+        raise Unsupported(f"observer={observer!r} is not known; give 'measure' or 'skip'.")
+    chosen = named(backend)
+    record = _configured(model) if record_layer_outputs is None else record_layer_outputs
+    survey = surveyed(model, example_inputs, record=record)
+    artefact, notes = _compiled(chosen, model, survey.tapped, survey, dynamic=dynamic, precise=precision_faithful)
+
+    def untapped() -> Callable[..., Any]:
+        plain, _ = _compiled(chosen, model, Tapped(model, ()), survey, dynamic=dynamic, precise=precision_faithful)
+        return _plainly(chosen, plain, survey)
+
+    return Compiled(
+        chosen,
+        artefact,
+        survey.table.noting(*notes, *(() if chosen.LIVE else _left_out(survey.table))),
+        classes=survey.classes,
+        source=Source(model, untapped),
+        observer_effect=_unmeasured(observer, survey),
+    )
+
+
+def _compiled(
+    backend: Backend, model: torch.nn.Module, tapped: Tapped, survey: Survey, *, dynamic: bool, precise: bool
+) -> tuple[Any, tuple[str, ...]]:
+    flat = flattened(tapped, survey.table.arguments)
+    try:
+        with kept(model):
+            made = backend.compile(flat, survey.example, dynamic=dynamic, precise=precise)
+    except LayerscopeError:
+        raise
+    except Exception as error:
+        raise Unsupported(
+            f"{backend.NAME} cannot compile {type(model).__name__}, which runs as it is: {_root(error)} Try another "
+            "backend, dynamic=False, or record the model uncompiled."
+        ) from error
+    return made.artefact, made.notes
+
+
+def _root(error: BaseException) -> str:
+    """Return the first line of what was wrong at the bottom of it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}."
+
+
+def _plainly(backend: Backend, artefact: Any, survey: Survey) -> Callable[..., Any]:
+    """Return what calls an untapped artefact as the model is called."""
+    if backend.LIVE:
+        return lambda *args, **kwargs: artefact(*args, **kwargs)[0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = backend.call(artefact, survey.table.arguments.tensors(args, kwargs))
+        return rebuilt(survey.table.output, made, survey.classes)
+
+    return call
+
+
+def _left_out(table: Table) -> list[str]:
+    kinds = dict.fromkeys(opaque_parts(table.output))
+    return [f"the model returns a {k}, which a compiled graph cannot: it is None in what this returns" for k in kinds]
+
+
+def _unmeasured(observer: str, survey: Survey) -> ObserverEffect | None:
+    if not survey.table.taps:
+        return ObserverEffect(reason="not measured: there are no taps")
+    return ObserverEffect(reason="not measured: observer='skip'") if observer == "skip" else None
+
+
+def _configured(model: torch.nn.Module) -> bool:
+    """Return what the configuration of NxD Inference says, where the model has one; else True."""
+    holders = (model, getattr(model, "config", None))
+    configs = [config for holder in holders if (config := getattr(holder, "neuron_config", None)) is not None]
+    said = [config.record_layer_outputs for config in configs if hasattr(config, "record_layer_outputs")]
+    return bool(said[0]) if said else True
