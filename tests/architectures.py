@@ -1,6 +1,6 @@
 """The real transformers architectures with small random weights, and a convolutional net.
 
-    make("llama", dtype=torch.bfloat16)
+make("llama", dtype=torch.bfloat16)
 """
 
 from __future__ import annotations
