@@ -13,6 +13,7 @@ from torch.nn import functional
 import architectures
 import layerscope as ls
 import zoo
+from layerscope.errors import Unsupported
 
 FUSED = """
 fuse **.q_proj, **.k_proj, **.v_proj -> **.qkv_proj
@@ -391,3 +392,82 @@ def test_a_fault_before_a_candidate_that_raises_is_found_too():
     finding = diagnosed(candidate)
     assert finding.root == "model.layers.0.mlp.up_proj"
     assert "model.layers.2.mlp" in [blame.name for blame in finding.roots]
+
+
+# Gradients that are cut off, weights that are borrowed, what is made first --------------------------------
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+
+
+class InputDetached(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+class OutputDetached(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+@pytest.mark.parametrize("kind", [InputDetached, OutputDetached])
+def test_a_gradient_that_is_cut_off_is_laid_to_the_module_that_cuts_it(kind):
+    reference, candidate = chain(), chain()
+    candidate[1].__class__ = kind
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    assert [blame.name for blame in ls.diagnose(reference, candidate, x, backward=True).roots] == ["1"]
+    assert ls.diagnose(reference, candidate, x).root is None
+    assert ls.diagnose(reference, chain(), x, backward=True).root is None
+
+
+class Tied(nn.Module):
+    def __init__(self, gain=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.up, self.gain = nn.Embedding(50, 32), nn.Linear(32, 32), gain
+
+    def forward(self, ids):
+        hidden = self.emb(ids)
+        hidden = hidden + self.gain * torch.tanh(self.up(hidden))
+        return nn.functional.linear(hidden, self.emb.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_borrows_a_wrong_weight_does_not_take_the_blame(dtype):
+    ids = torch.arange(18).reshape(2, 9)
+    for gain, roots in ((1.0, ["emb"]), (1.3, ["emb", ""])):
+        candidate = Tied(gain).to(dtype)
+        with torch.no_grad():
+            candidate.emb.weight.mul_(1.05)
+        assert [blame.name for blame in ls.diagnose(Tied(), candidate, (ids,)).roots] == roots
+
+
+def test_a_module_that_runs_many_times_is_one_module_and_not_a_quantised_crowd():
+    class Rounds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.cell, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            for _ in range(12):
+                x = torch.tanh(self.cell(x))
+            return self.head(x)
+
+    candidate = Rounds()
+    with torch.no_grad():
+        candidate.cell.weight.add_(0.02 * torch.randn(8, 8, generator=torch.Generator().manual_seed(2)))
+    assert ls.diagnose(Rounds(), candidate, torch.ones(2, 8)).root == "cell"
+
+
+def test_a_layer_of_another_width_is_to_blame_and_not_the_one_that_chokes_on_it():
+    candidate = chain()
+    candidate[0] = nn.Linear(6, 5)
+    assert ls.diagnose(chain(), candidate, torch.ones(2, 6)).root == "0"
+
+
+def test_weights_without_numbers_are_refused():
+    with pytest.raises(Unsupported, match="meta"):
+        ls.diagnose(chain(), chain().to("meta"), torch.ones(2, 6))

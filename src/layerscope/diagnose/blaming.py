@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from layerscope.diagnose.guiding import Guidance
+from layerscope.diagnose.guiding import Guidance, Place
+from layerscope.diagnose.judging import judge
+from layerscope.diagnose.measuring import Measured
 from layerscope.diagnose.passes import Passes
 from layerscope.diagnose.rows import Row
 from layerscope.diagnose.sides import Lent, lent_weights
@@ -40,12 +42,18 @@ class Suspect:
         return self.name if self.swapped is not None else self.row.judged.name
 
 
-def suspects_of(rows: Sequence[Row], passes: Passes) -> list[Suspect]:
-    """Return one suspect for each module to blame, the first to run first."""
+def suspects_of(rows: Sequence[Row], passes: Passes, order: Sequence[Place]) -> list[Suspect]:
+    """Return one suspect for each module to blame, in the order in which the wrong values were made.
+
+    What raises comes last, and is not to blame where a value of another shape was handed to it.
+    """
+    turn = {place: at for at, place in enumerate(order)}
+    rows = sorted(rows, key=lambda row: turn.get(row.place, len(turn)) if row.place is not None else len(turn))
+    shapeless = any(row.judged.guilty and row.measure is not None and not row.measure.shape for row in rows)
     found: dict[str, Suspect] = {}
     blocks: dict[str, str | None] = {}
     for row in rows:
-        if not row.judged.guilty:
+        if not row.judged.guilty or (shapeless and row.place is None):
             continue
         block = next((b for b in blocks_of(row.judged.name) if _other(b, passes, blocks) is not None), None)
         if block is not None:
@@ -73,7 +81,7 @@ def _borrows(row: Row, rows: Sequence[Row], passes: Passes) -> bool:
     lent = [
         Lent(theirs, key, tensor.detach().to(getattr(theirs, key).dtype))
         for name in blamed - {row.judged.name}
-        if (theirs := passes.theirs.modules.by_name[passes.pairing.names[name]]) is not None
+        for theirs in [passes.theirs.modules.by_name[passes.pairing.names[name]]]
         for key, tensor in _tensors(passes.ours.modules.by_name[name], recurse=False).items()
         if isinstance(getattr(theirs, key, None), torch.Tensor) and not _equal(tensor, getattr(theirs, key))
     ]
@@ -81,7 +89,10 @@ def _borrows(row: Row, rows: Sequence[Row], passes: Passes) -> bool:
         return False
     with lent_weights(lent):
         right = passes.candidate(Guidance(only=(row.place,))).measured.get(row.place)
-    return right is not None and right.error < row.measure.error / 2
+    if right is None:
+        return False
+    floor = Measured(row.judged.floor or 0.0, scale=right.scale, worst=right.worst)
+    return not judge(right, floor=floor, nudged=None, code="patched").guilty
 
 
 def _owners(row: Row, passes: Passes) -> list[str]:

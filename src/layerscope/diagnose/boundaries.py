@@ -8,7 +8,7 @@ call returns goes on to whatever made `got`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from layerscope.points import Leaf
 
-__all__ = ["Gradients", "boundary", "bridge"]
+__all__ = ["Gradients", "Passing", "boundary"]
 
 Passing = tuple[tuple[str, int], str, Leaf]  # a call, a side, a leaf
 
@@ -63,25 +63,3 @@ class _Boundary(torch.autograd.Function):
         dtype, device, shape = ctx.kind
         passed = ctx.passing(grads[0])
         return passed.to(dtype=dtype, device=device).reshape(shape), None, None
-
-
-def bridge(value: torch.Tensor, sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Return `value` as if it had been made of the sources: each gets the gradient that stands beside it."""
-    tensors, gradients = zip(*sources, strict=True)
-    return _Bridge.apply(value.detach(), gradients, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Bridge(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, gradients: Sequence[torch.Tensor], *sources: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.back = [
-            gradient.to(dtype=source.dtype, device=source.device).reshape(source.shape)
-            for gradient, source in zip(gradients, sources, strict=True)
-        ]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *ctx.back

@@ -60,6 +60,10 @@ def diagnose(
     for model in (reference, candidate):
         if not isinstance(model, nn.Module):
             raise Unsupported(f"diagnose() takes two torch.nn.Modules and their inputs; got a {type(model).__name__}.")
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise Unsupported(
+                f"{type(model).__name__} has weights on the meta device, which hold no numbers; load them first."
+            )
     parsed = _parsed(rules)
     say = tell or (lambda _: None)
     with kept(reference, candidate) as restore:
@@ -92,7 +96,7 @@ class _Diagnosis:
         guided = passes.candidate()
         rows = self.rows(guided)
         rows = quantised(rows, passes)
-        suspects = suspects_of(rows, passes)
+        suspects = suspects_of(rows, passes, list(guided.measured))
         final = self.final()
         ours, theirs = _named(passes.ours), _named(passes.theirs)
 

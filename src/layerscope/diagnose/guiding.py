@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerscope.diagnose.boundaries import boundary, bridge
+from layerscope.diagnose.backwards import Backwards
 from layerscope.diagnose.capturing import Call, Captured, Held
-from layerscope.diagnose.measuring import Measured, bits, measured
+from layerscope.diagnose.measuring import MASKED, Measured, bits, measured
 from layerscope.diagnose.operations import Called, traced
 from layerscope.diagnose.pairing import Part
 from layerscope.diagnose.visiting import Frame, Key, reseed, visiting
@@ -71,6 +71,7 @@ class Guided:
     raised: BaseException | None = None
     at: Key | None = None  # where it was raised
     entered: set[Key] = field(default_factory=set)
+    reached: set[Key] = field(default_factory=set)  # by a gradient
     traced: list[Called] = field(default_factory=list)
 
 
@@ -121,10 +122,10 @@ def guide(
         except Exception as error:
             guiding.result.raised = error
             guiding.result.at = guiding.key(under_way[-1]) if under_way else None
+    if guiding.backwards is not None and guiding.result.raised is None:
+        guiding.backwards.settle()
+        guiding.result.reached = {(partners[name][0].reference, call) for name, call in guiding.backwards.reached}
     return guiding.result
-
-
-LOST = Measured(1.0, scale=0.0, worst=math.inf, digest=-1)
 
 
 class _Enough(BaseException):
@@ -142,7 +143,7 @@ class _Guiding:
         self.under_way: list[Frame] = []
         self.busy = False
         self.spare = SPARE
-        self.arrived: dict[Key, list[tuple[tuple[Key, str, Leaf], torch.Tensor]]] = {}
+        self.backwards = None if captured.gradients is None else Backwards(captured.gradients, self.measure)
         self.waiting = set(guidance.until)
         self.nudge = None if guidance.again is None else Nudge(guidance.again, every=guidance.every)
 
@@ -189,10 +190,12 @@ class _Guiding:
             wanted = call.inputs[pairs[leaf]].tensor
             self.measure(place, wanted, own)
             passing = (key, "input", pairs[leaf])
-            if self.captured.gradients is not None:
-                self.arrived.setdefault(frame.key, []).append((passing, own))
+            value = cast(wanted, like=own, nudge=self.nudge)
+            if self.backwards is None or value.shape != own.shape:
+                return value
             # What comes back through an argument has passed this module.
-            return self.put(own, wanted, passing, Place(key, None, ("input", *pairs[leaf]), gradient=True))
+            back = Place(key, None, ("input", *pairs[leaf]), gradient=True)
+            return self.backwards.hand(frame.key, passing, own, value, place=back)
 
         return replaced(args, put), replaced(kwargs, put)
 
@@ -206,7 +209,6 @@ class _Guiding:
             self.result.outputs[key] = {leaf: tensor.detach().clone() for leaf, tensor in own}
         owner = None if frame.above is None else self.key(frame.above)
         pairs = paired(own, parts[0][1].outputs)
-        arrived = self.arrived.pop(frame.key, [])
 
         def put(leaf: Leaf, tensor: torch.Tensor) -> torch.Tensor:
             if leaf not in pairs:
@@ -218,49 +220,16 @@ class _Guiding:
                 place = Place((part.reference, frame.call), None, pairs[leaf], part.reference_cut)
                 got = tensor if part.own_cut is None else tensor[..., slice(*part.own_cut)]
                 self.measure(place, wanted, got)
-            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
-            if len(pieces) > 1:
-                return cast(whole, like=tensor, nudge=self.nudge)
+            value = cast(pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1), like=tensor, nudge=self.nudge)
+            if self.backwards is None or len(pieces) > 1 or value.shape != tensor.shape:
+                return value
             passing = (key, "output", pairs[leaf])
             # What comes back to an output has passed the code around this module.
             back = Place(owner, key, ("output", *pairs[leaf]), gradient=True) if owner else None
-            if self.is_lost(tensor, passing):
-                self.result.measured[Place(key, None, ("lost", *pairs[leaf]), gradient=True)] = LOST
-                return self.bridged(cast(whole, like=tensor, nudge=self.nudge), arrived)
-            return self.put(tensor, whole, passing, back)
+            lost = Place(key, None, ("lost", *pairs[leaf]), gradient=True)
+            return self.backwards.give(frame.key, passing, tensor, value, place=back, lost=lost)
 
         return replaced(value, put)
-
-    def is_lost(self, own: torch.Tensor, passing: tuple[Key, str, Leaf]) -> bool:
-        """Whether a gradient came back to the reference's value, and none can to this one."""
-        gradients = self.captured.gradients
-        return gradients is not None and passing in gradients.at and not own.requires_grad and torch.is_grad_enabled()
-
-    def bridged(self, value: torch.Tensor, arrived: list[tuple[tuple[Key, str, Leaf], torch.Tensor]]) -> torch.Tensor:
-        """Let the reference's gradients reach what a module was handed, past code that lets none through."""
-        gradients = self.captured.gradients
-        assert gradients is not None
-        sources = [(own, gradients.at[at]) for at, own in arrived if own.requires_grad and at in gradients.at]
-        return bridge(value, sources) if sources else value
-
-    def put(
-        self, own: torch.Tensor, wanted: torch.Tensor, passing: tuple[Key, str, Leaf], place: Place | None
-    ) -> torch.Tensor:
-        """Return the reference's value in the form of one's own; gradients are put right on their way back."""
-        value = cast(wanted, like=own, nudge=self.nudge)
-        gradients = self.captured.gradients
-        if gradients is None or value.shape != own.shape:
-            return value
-
-        def back(gradient: torch.Tensor) -> torch.Tensor:
-            right = gradients.at.get(passing)
-            if right is None:
-                return gradient
-            if place is not None:
-                self.measure(place, right, gradient)
-            return cast(right, like=gradient, nudge=self.nudge)
-
-        return boundary(own, value, back)
 
     def is_inside(self, frame: Frame) -> bool:
         whole, above = self.guidance.whole, frame.above
@@ -352,11 +321,13 @@ class Nudge:
         self._turn = 0
 
     def __call__(self, value: torch.Tensor, unit: float) -> torch.Tensor:
-        """Return the moved numbers; what would not stay finite stays as it is."""
+        """Return the moved numbers; masked ones and those that would not stay finite stay as they are."""
         wide = value if value.dtype == torch.float64 else value.float()
         moved = torch.addcmul(wide, wide, self._like(wide), value=0.75 * unit).to(value.dtype)
-        ends = moved.aminmax() if moved.numel() else ()
-        return moved if all(math.isfinite(end.item()) for end in ends) else torch.where(moved.isfinite(), moved, value)
+        ends = [end.item() for end in moved.aminmax()] if moved.numel() else []
+        if all(map(math.isfinite, ends)) and (not ends or ends[0] > MASKED):
+            return moved
+        return torch.where(moved.isfinite() & (value > MASKED), moved, value)
 
     def _like(self, value: torch.Tensor) -> torch.Tensor:
         count = value.numel()

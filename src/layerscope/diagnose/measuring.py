@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Measured", "bits", "measured", "rounding"]
+__all__ = ["MASKED", "Measured", "bits", "measured", "rounding"]
 
-_MASKED = -6e4  # nothing a model computes is that small on purpose, and float16 can still say it
+MASKED = -6e4  # nothing a model computes is that small on purpose, and float16 can still say it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ def measured(wanted: torch.Tensor, got: torch.Tensor) -> Measured:
     a, b = wanted.to(wide), got.to(wide)
     changed, nonfinite = 0.0, 0
     low, high = torch.stack([*torch.aminmax(a), *torch.aminmax(b)]).view(2, 2).t().tolist()
-    if not all(map(math.isfinite, (*low, *high))) or min(low) < _MASKED:
-        masks = [t < _MASKED for t in (a, b)]  # minus infinity too
+    if not all(map(math.isfinite, (*low, *high))) or min(low) < MASKED:
+        masks = [t < MASKED for t in (a, b)]  # minus infinity too
         fine = [t.isfinite() | mask for t, mask in zip((a, b), masks, strict=True)]
         nonfinite = int((fine[0] != fine[1]).sum())
         changed = float((masks[0] != masks[1]).sum()) / count

@@ -21,7 +21,7 @@ from layerscope.diagnose.pairing import Pairing, Part, pair
 from layerscope.diagnose.sides import LOWERED, Casting, Side, cast_weights, castings, main_dtype
 from layerscope.diagnose.state import RandomState
 from layerscope.diagnose.visiting import Frame, Key, reseed, visiting
-from layerscope.errors import BadModel
+from layerscope.errors import BadModel, LayerscopeError
 from layerscope.points import Leaf
 from layerscope.runtimes.eager import compiled_parts
 from layerscope.runtimes.values import leaves, replaced
@@ -65,6 +65,8 @@ class Passes:
         )
         try:
             captured = capturing()
+        except LayerscopeError:
+            raise
         except Exception as error:
             raise BadModel(
                 f"the reference raises {told(error)} on these inputs; to diagnose anything takes a run of it."
@@ -206,7 +208,8 @@ class Passes:
             for key, parameter in side.modules.by_name[own].named_parameters(recurse=False):
                 wanted = self.captured.gradients.parameters.get((part.reference, key))
                 place = Place((part.reference, 0), None, ("parameter", key), gradient=True)
-                if wanted is None or not parameter.requires_grad or wanted.shape != parameter.shape:
+                reached = any(name == part.reference for name, _ in guided.reached)
+                if wanted is None or not (reached and parameter.requires_grad) or wanted.shape != parameter.shape:
                     continue
                 if guidance.only is None or place in guidance.only:
                     got = parameter.grad

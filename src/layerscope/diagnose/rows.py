@@ -53,6 +53,11 @@ def judged_rows(
         owned[place.owner].append(place)
     parents = {call.above for call in passes.captured.calls.values()}
     alone = dict(passes.pairing.alone)
+    coarser = {
+        place.into
+        for place, measure in candidate.measured.items()
+        if place.into is not None and place in floor and measure.rounding > floor[place].rounding
+    }
     rows: list[Row] = []
     for key in passes.captured.calls:
         name, number = key
@@ -74,7 +79,7 @@ def judged_rows(
                     floor=floor.get(place),
                     nudged=nudged.get(place),
                     code=code,
-                    leniency=leniency,
+                    leniency=leniency * (COARSER if key in coarser else 1.0),
                 )
                 for place in owned[key]
             }
@@ -116,6 +121,8 @@ def _without_flips(
     }
 
 
+# A fault before it may hand a module its input in a coarser dtype than the floor had it in, which is not its doing.
+COARSER = 2.5
 FLIPS = 0.2  # of all choices: more than that is no near-tie
 
 
