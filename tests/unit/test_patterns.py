@@ -674,10 +674,10 @@ def test_ten_thousand_modules_take_well_under_a_second():
     places = llama(910)
     assert len(places) > 10_000
     patterns = ["model.layers.*:*", "**.q_proj", "type:*Norm", "model.layers[100:-100:3].mlp", "!**.{0,-1}.**"]
-    began = time.perf_counter()
+    began = time.process_time()
     points = select(patterns, places)
     again = select(list(map(str, points)), places)
-    taken = time.perf_counter() - began
+    taken = time.process_time() - began
     assert again == points
     assert len(points) == 4 * 908 + 908 + 909 + 237
     assert taken < 1.5
