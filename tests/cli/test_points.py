@@ -28,7 +28,7 @@ def test_the_tree_of_a_model_folds_what_is_alike(cli):
 
 def test_every_name_of_the_tree_is_a_pattern_for_what_stands_there(cli):
     model = tiny_transformer()
-    page = json.loads(cli("points", "demo", "--json").out)
+    page = json.loads(cli("points", "tiny-transformer", "--json").out)
     assert [row["name"] for row in page["modules"]] == ["." if n == "" else n for n, _ in model.named_modules()]
     for row in page["modules"]:
         if row["type"] != "ModuleList":
@@ -38,27 +38,27 @@ def test_every_name_of_the_tree_is_a_pattern_for_what_stands_there(cli):
 
 def test_parameters_are_counted_as_torch_counts_them(cli):
     model = tiny_transformer()
-    for row in json.loads(cli("points", "demo", "--json").out)["modules"]:
+    for row in json.loads(cli("points", "tiny-transformer", "--json").out)["modules"]:
         module = model.get_submodule("" if row["name"] == "." else row["name"])
         assert row["parameters"] == sum(p.numel() for p in module.parameters())
         assert row["type"] == type(module).__name__
 
 
 def test_patterns_list_the_points_they_select(cli):
-    page = json.loads(cli("points", "demo", "model.layers.{0,-1}.mlp:input,output", "--json").out)
+    page = json.loads(cli("points", "tiny-transformer", "model.layers.{0,-1}.mlp:input,output", "--json").out)
     names = [row["point"] for row in page["points"]]
     assert names == [f"model.layers.{i}.mlp:{side}" for i in (0, 7) for side in ("input", "output")]
 
 
 def test_a_pattern_for_operations_is_said_to_be_known_later(cli):
-    answer = cli("points", "demo", "op:aten.softmax", "lm_head")
+    answer = cli("points", "tiny-transformer", "op:aten.softmax", "lm_head")
     assert answer.code == 0
     assert "op:aten.softmax: operations are known once they run" in answer.out
     assert "lm_head:output" in answer.out
 
 
 def test_a_pattern_that_matches_nothing_is_exit_code_2(cli):
-    answer = cli("points", "demo", "model.layer.*")
+    answer = cli("points", "tiny-transformer", "model.layer.*")
     assert answer.code == 2
     assert "nearest" in answer.err
 

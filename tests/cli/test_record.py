@@ -49,21 +49,21 @@ def test_the_tensors_of_the_run_are_those_of_the_model(cli, tmp_path):
 
 def test_the_seed_is_the_models(cli, tmp_path):
     for seed in (0, 1):
-        assert cli("record", "demo", "lm_head", "-o", f"run{seed}", "--seed", seed).code == 0
+        assert cli("record", "tiny-transformer", "lm_head", "-o", f"run{seed}", "--seed", seed).code == 0
     a, b = (open_run(tmp_path / f"run{seed}") for seed in (0, 1))
     assert not torch.equal(a.tensor("lm_head"), b.tensor("lm_head"))
     assert (a.manifest.seed, b.manifest.seed) == (0, 1)
 
 
 def test_sides_are_those_of_the_pattern_or_of_the_option(cli, tmp_path):
-    args = ("record", "demo", "model.layers.0", "model.norm:output", "--side", "input,grad_output", "-o", "run")
+    args = ("record", "tiny-transformer", "model.layers.0", "model.norm:output", "--side", "input,grad_output", "-o", "run")
     assert cli(*args).code == 0
     points = {str(p) for p in open_run(tmp_path / "run").points}
     assert points == {"model.layers.0:input[0]", "model.layers.0:grad_output", "model.norm:output"}
 
 
 def test_gradients_are_those_of_the_mean_square_of_the_output(cli, tmp_path):
-    assert cli("record", "demo", "lm_head:grad_output", "-o", "run", "--prompt", "abc").code == 0
+    assert cli("record", "tiny-transformer", "lm_head:grad_output", "-o", "run", "--prompt", "abc").code == 0
     logits = tiny_transformer()(torch.tensor([list(b"abc")]))
     expected = 2 * logits.detach() / logits.numel()
     torch.testing.assert_close(open_run(tmp_path / "run").tensor("lm_head:grad_output"), expected)
@@ -78,13 +78,13 @@ def test_several_inputs_are_several_steps_and_a_schedule_chooses_among_them(cli,
     ("keep", "tensor", "summary"), [("tensor", True, False), ("summary", False, True), ("both", True, True)]
 )
 def test_what_is_kept_is_what_was_asked_for(cli, tmp_path, keep, tensor, summary):
-    assert cli("record", "demo", "model.norm", "-o", "run", "--keep", keep).code == 0
+    assert cli("record", "tiny-transformer", "model.norm", "-o", "run", "--keep", keep).code == 0
     (entry,) = open_run(tmp_path / "run").records()
     assert (entry.dtype is not None, entry.summary is not None) == (tensor, summary)
 
 
 def test_an_existing_run_is_left_alone_unless_steps_are_to_be_added(cli, tmp_path):
-    args = ("record", "demo", "model.norm", "-o", "run")
+    args = ("record", "tiny-transformer", "model.norm", "-o", "run")
     assert cli(*args).code == 0
     before = sorted((p.name, p.stat().st_mtime_ns) for p in (tmp_path / "run").rglob("*"))
     again = cli(*args)
@@ -126,13 +126,13 @@ def test_what_was_recorded_before_a_failure_is_there(cli, several, tmp_path):
 
 @pytest.mark.parametrize("option", [("--when", "evry(3)"), ("--side", "output,up"), ("--keep", "all"), ("--seed", "x")])
 def test_options_that_do_not_read_are_exit_code_2_and_leave_nothing(cli, tmp_path, option):
-    answer = cli("record", "demo", "**", "-o", "run", *option)
+    answer = cli("record", "tiny-transformer", "**", "-o", "run", *option)
     assert answer.code == 2
     assert not (tmp_path / "run").exists()
 
 
 def test_json_says_what_was_recorded_and_what_is_missing(cli):
-    page = json.loads(cli("record", "demo", "model.layers.*:grad_input", "-o", "run", "--json").out)
+    page = json.loads(cli("record", "tiny-transformer", "model.layers.*:grad_input", "-o", "run", "--json").out)
     assert page["recorded"]["run"] == "run"
     assert page["sentences"][0]["tone"] == "good"
 
@@ -160,19 +160,19 @@ def test_side_fills_in_what_a_pattern_leaves_out_and_nothing_else():
 
 
 def test_a_run_that_holds_no_record_is_not_left_in_the_way(cli, tmp_path):
-    assert cli("record", "demo", "op:aten.zzz", "-o", "run").code == 2
+    assert cli("record", "tiny-transformer", "op:aten.zzz", "-o", "run").code == 2
     assert not (tmp_path / "run").exists()
-    assert cli("record", "demo", "model.norm", "-o", "run").code == 0
+    assert cli("record", "tiny-transformer", "model.norm", "-o", "run").code == 0
 
 
 def test_a_folder_that_was_there_before_stays(cli, tmp_path):
     (tmp_path / "run").mkdir()
-    assert cli("record", "demo", "op:aten.zzz", "-o", "run").code == 2
+    assert cli("record", "tiny-transformer", "op:aten.zzz", "-o", "run").code == 2
     assert (tmp_path / "run").is_dir()
 
 
 def test_nothing_is_removed_when_steps_were_to_be_added(cli, tmp_path):
-    assert cli("record", "demo", "op:aten.zzz", "-o", "run", "--append").code == 2
+    assert cli("record", "tiny-transformer", "op:aten.zzz", "-o", "run", "--append").code == 2
     assert (tmp_path / "run/rank-00000/journal").exists()
 
 
@@ -202,7 +202,7 @@ def test_a_model_that_leaves_is_one_sentence_and_exit_code_2(cli, tmp_path):
 
 @pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1])
 def test_a_seed_that_torch_does_not_take_is_exit_code_2(cli, tmp_path, seed):
-    answer = cli("record", "demo", "**", "-o", "run", f"--seed={seed}")
+    answer = cli("record", "tiny-transformer", "**", "-o", "run", f"--seed={seed}")
     assert answer.code == 2
     assert "is not in the range" in answer.err
     assert not (tmp_path / "run").exists()
@@ -210,14 +210,14 @@ def test_a_seed_that_torch_does_not_take_is_exit_code_2(cli, tmp_path, seed):
 
 @pytest.mark.parametrize("seed", [(1 << 64) - 1, -(1 << 63)])
 def test_a_seed_at_the_end_of_the_range_is_taken(cli, seed):
-    assert cli("record", "demo", "model.norm", "-o", "run", f"--seed={seed}").code == 0
+    assert cli("record", "tiny-transformer", "model.norm", "-o", "run", f"--seed={seed}").code == 0
 
 
 # --mode ---------------------------------------------------------------------------------------
 
 
 def test_each_mode_is_a_run_of_its_own_on_the_same_inputs(cli, tmp_path):
-    args = ("record", "demo", "--mode", "fp32,bf16", "--mode", "int8-weight", "--layers", "first,last", "-o", "runs")
+    args = ("record", "tiny-transformer", "--mode", "fp32,bf16", "--mode", "int8-weight", "--layers", "first,last", "-o", "runs")
     answer = cli(*args, "--side", "input,output", "--prompt", "hello")
     assert answer.code == 0
     assert "✓ 3 modes recorded, all on the same inputs" in answer.out
@@ -234,7 +234,7 @@ def test_each_mode_is_a_run_of_its_own_on_the_same_inputs(cli, tmp_path):
 
 
 def test_words_after_mode_that_are_modes_are_meant_as_modes(cli, tmp_path):
-    assert cli("record", "demo", "--mode", "fp32", "fp16", "fp_only", "lm_head", "-o", "runs").code == 0
+    assert cli("record", "tiny-transformer", "--mode", "fp32", "fp16", "fp_only", "lm_head", "-o", "runs").code == 0
     runs = {path.name: open_run(path) for path in (tmp_path / "runs").iterdir()}
     assert sorted(runs) == ["bf16", "fp16", "fp32"]
     assert {str(p) for run in runs.values() for p in run.points} == {"lm_head:output"}
@@ -290,7 +290,7 @@ def test_the_documents_folder_that_is_not_there_is_said_on_stderr_and_stored(cli
     ],
 )
 def test_modes_that_cannot_be_recorded_are_exit_code_2_and_leave_nothing(cli, tmp_path, args, said):
-    answer = cli("record", "demo", *args, "-o", "runs")
+    answer = cli("record", "tiny-transformer", *args, "-o", "runs")
     assert answer.code == 2
     assert said in answer.err
     assert not (tmp_path / "runs").exists()
@@ -346,7 +346,7 @@ def test_of_a_group_what_does_not_fit_is_left_out_and_said(cli, tmp_path):
 
 
 def test_runs_of_modes_that_are_there_are_left_alone(cli, tmp_path):
-    args = ("record", "demo", "lm_head", "-o", "runs", "--mode")
+    args = ("record", "tiny-transformer", "lm_head", "-o", "runs", "--mode")
     assert cli(*args, "fp16").code == 0
     again = cli(*args, "fp32,fp16")
     assert again.code == 2
@@ -357,26 +357,26 @@ def test_runs_of_modes_that_are_there_are_left_alone(cli, tmp_path):
 
 
 def test_gradients_are_recorded_in_every_mode_that_has_them(cli, tmp_path):
-    assert cli("record", "demo", "lm_head:grad_output", "--mode", "fp32,bf16", "-o", "runs").code == 0
+    assert cli("record", "tiny-transformer", "lm_head:grad_output", "--mode", "fp32,bf16", "-o", "runs").code == 0
     for mode, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         assert open_run(tmp_path / "runs" / mode).tensor("lm_head:grad_output").dtype == dtype
 
 
 def test_layers_are_found_without_a_mode_too(cli, tmp_path):
-    assert cli("record", "demo", "--layers", "last", "-o", "run").code == 0
+    assert cli("record", "tiny-transformer", "--layers", "last", "-o", "run").code == 0
     assert [str(p) for p in open_run(tmp_path / "run").points] == ["model.layers.7:output"]
 
 
 def test_runs_of_other_inputs_are_told_apart_when_they_are_compared(cli):
     for to, prompt in (("a", "hello"), ("b", "jello"), ("c", "hello")):
-        assert cli("record", "demo", "lm_head", "--mode", "fp32", "-o", to, "--prompt", prompt).code == 0
+        assert cli("record", "tiny-transformer", "lm_head", "--mode", "fp32", "-o", to, "--prompt", prompt).code == 0
     assert "the two were run on different inputs" in cli("compare", "a/fp32", "b/fp32").out
     assert "different inputs" not in cli("compare", "a/fp32", "c/fp32").out
 
 
 def test_mixed_sequence_lengths_are_one_sentence_with_what_to_do(cli):
     for to, prompt in (("a", "hello"), ("b", "hello there")):
-        assert cli("record", "demo", "lm_head", "--mode", "fp32", "-o", to, "--prompt", prompt).code == 0
+        assert cli("record", "tiny-transformer", "lm_head", "--mode", "fp32", "-o", to, "--prompt", prompt).code == 0
     answer = cli("compare", "a/fp32", "b/fp32")
     assert answer.code == 2
     assert "shapes differ, [1, 5, 256] against [1, 11, 256]; record both on the same inputs" in answer.err

