@@ -56,7 +56,16 @@ def test_the_seed_is_the_models(cli, tmp_path):
 
 
 def test_sides_are_those_of_the_pattern_or_of_the_option(cli, tmp_path):
-    args = ("record", "tiny-transformer", "model.layers.0", "model.norm:output", "--side", "input,grad_output", "-o", "run")
+    args = (
+        "record",
+        "tiny-transformer",
+        "model.layers.0",
+        "model.norm:output",
+        "--side",
+        "input,grad_output",
+        "-o",
+        "run",
+    )
     assert cli(*args).code == 0
     points = {str(p) for p in open_run(tmp_path / "run").points}
     assert points == {"model.layers.0:input[0]", "model.layers.0:grad_output", "model.norm:output"}
@@ -217,7 +226,18 @@ def test_a_seed_at_the_end_of_the_range_is_taken(cli, seed):
 
 
 def test_each_mode_is_a_run_of_its_own_on_the_same_inputs(cli, tmp_path):
-    args = ("record", "tiny-transformer", "--mode", "fp32,bf16", "--mode", "int8-weight", "--layers", "first,last", "-o", "runs")
+    args = (
+        "record",
+        "tiny-transformer",
+        "--mode",
+        "fp32,bf16",
+        "--mode",
+        "int8-weight",
+        "--layers",
+        "first,last",
+        "-o",
+        "runs",
+    )
     answer = cli(*args, "--side", "input,output", "--prompt", "hello")
     assert answer.code == 0
     assert "✓ 3 modes recorded, all on the same inputs" in answer.out
