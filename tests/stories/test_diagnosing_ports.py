@@ -471,3 +471,28 @@ def test_a_layer_of_another_width_is_to_blame_and_not_the_one_that_chokes_on_it(
 def test_weights_without_numbers_are_refused():
     with pytest.raises(Unsupported, match="meta"):
         ls.diagnose(chain(), chain().to("meta"), torch.ones(2, 6))
+
+
+class Branches(nn.Module):
+    """A branch whose result is thrown away, and one that counts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.idle, self.used = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.used(x) + 0.0 * self.idle(x)
+
+
+def test_a_suspect_that_explains_nothing_is_demoted_when_another_explains_something():
+    both, alone = Branches(), Branches()
+    with torch.no_grad():
+        both.idle.weight.mul_(2)
+        alone.idle.weight.mul_(2)
+        both.used.weight.mul_(1.05)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    finding = ls.diagnose(Branches(), both, x)
+    assert [blame.name for blame in finding.roots] == ["used"]
+    assert any("idle" in note and "explains nothing" in note for note in finding.notes)
+    assert ls.diagnose(Branches(), alone, x).root == "idle"

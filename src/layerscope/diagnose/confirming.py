@@ -8,16 +8,17 @@ other way round: the suspect's output, on the reference's input, goes into the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from layerscope.diagnose.blaming import Suspect
-from layerscope.diagnose.finding import Final
+from layerscope.diagnose.finding import Blame, Final
 from layerscope.diagnose.looking import Look
 from layerscope.diagnose.passes import Outputs, Passes
 
-__all__ = ["Confirmation", "confirm"]
+__all__ = ["Confirmation", "confirm", "demoted"]
 
 MOST = 8  # suspects that are worth two runs each
 VISIBLE = 1.1  # times its floor: a final error below that has nothing to remove
@@ -55,4 +56,19 @@ def _removed(names: Collection[str], passes: Passes, final: Final) -> float | No
             if key[0] in names
         },
     )
-    return None if after is None else min(1.0, max(0.0, (before - after) / (before - floor)))
+    if after is None:
+        return None
+    if math.isinf(before):
+        return 0.0 if math.isinf(after) else 1.0
+    return min(1.0, max(0.0, (before - after) / (before - floor)))
+
+
+def demoted(blames: Sequence[Blame]) -> tuple[list[Blame], list[Blame]]:
+    """Part the modules that explain something of the final error from those that explain nothing of it.
+
+    Where none explains anything they all stay: the difference is made there, and does not reach the output.
+    """
+    idle = [blame for blame in blames if blame.made == 0 and not blame.removed]
+    if len(idle) == len(blames):
+        return list(blames), []
+    return [blame for blame in blames if blame not in idle], idle

@@ -23,7 +23,7 @@ from torch import nn
 from layerscope.compare.rows import Verdict
 from layerscope.compare.rules import Rule, parse_rules
 from layerscope.diagnose.blaming import suspects_of
-from layerscope.diagnose.confirming import confirm
+from layerscope.diagnose.confirming import confirm, demoted
 from layerscope.diagnose.evidence import evident
 from layerscope.diagnose.explaining import explain
 from layerscope.diagnose.finding import Blame, Final, Finding, Judged, called
@@ -113,6 +113,12 @@ class _Diagnosis:
             for suspect, cause, proof in zip(suspects, causes, proofs, strict=True):
                 row = as_named(suspect.row.judged)
                 blames.append(Blame(ours[suspect.name], cause, row, proof.removed, proof.made))
+        blames, explain_nothing = demoted(blames)
+        for blame in explain_nothing:
+            passes.notes.append(
+                f"{called(blame.name)} differs as well ({blame.row.because}), but explains nothing: "
+                "in the reference its output changes nothing at the end."
+            )
         ranking = ranked(rows, passes) if any(row.judged.kind == "quantised" for row in rows) else ()
         return Finding(
             tuple(blames),

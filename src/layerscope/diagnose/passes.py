@@ -6,6 +6,7 @@ passes.candidate(); passes.floor()
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -145,14 +146,17 @@ class Passes:
             return self.final(self.ours, as_theirs=True)
 
     def error_of(self, output: Any) -> float | None:
-        """Return the relative L2 error of a model's output: of its worst floating-point tensor."""
+        """Return the relative L2 error of a model's output: of its worst floating-point tensor.
+
+        It is infinite where values are finite on one side only.
+        """
         theirs = dict(leaves(output))
-        errors = [
-            measured(wanted, theirs[leaf]).error
+        measures = [
+            measured(wanted, theirs[leaf])
             for leaf, wanted in leaves(self.captured.output)
             if wanted.is_floating_point() and leaf in theirs and wanted.numel() == theirs[leaf].numel()
         ]
-        return max(errors, default=None)
+        return max((math.inf if measure.nonfinite else measure.error for measure in measures), default=None)
 
     def run_as_theirs(self) -> Any:
         """Run the reference on inputs in the candidate's dtype, under autocast where the candidate is."""
