@@ -35,6 +35,10 @@ def selective_scan(
     Half precision is computed in float32. `chunk` tokens are in memory at once; on a CPU as many as its cache holds
     unless told, elsewhere all of them.
     """
+    samples = max(1, _NUMBERS_AT_ONCE // A.numel())
+    if u.device.type == "cpu" and len(u) > samples:  # a hundred samples at once would not fit into any cache
+        pieces = zip(*(tensor.split(samples) for tensor in (u, delta, B, C)), strict=True)
+        return torch.cat([selective_scan(u_, delta_, A, b_, c_, D, chunk=chunk) for u_, delta_, b_, c_ in pieces])
     work = torch.promote_types(u.dtype, torch.float32)
     delta, A, B, C, D = (tensor.to(work) for tensor in (delta, A, B, C, D))
     inflow = delta * u

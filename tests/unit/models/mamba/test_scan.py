@@ -57,6 +57,11 @@ def test_it_agrees_at_the_size_it_is_made_for():
     assert relative(selective_scan(*inputs), step_by_step(*inputs)) < 1e-5
 
 
+def test_more_samples_than_fit_into_a_cache_are_scanned_a_few_at_a_time():
+    inputs = drawn(batch=7, length=20, channels=4096, states=16)  # four of these fit
+    assert relative(selective_scan(*inputs), step_by_step(*inputs)) < 1e-5
+
+
 @pytest.mark.parametrize("step", [0.0, 1e-30, 1e-6, 50.0, 1e4, 1e30])
 def test_no_time_step_is_too_long_or_too_short_for_it(step):
     u, _, A, B, C, D = drawn(length=70)
