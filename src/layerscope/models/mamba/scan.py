@@ -37,7 +37,7 @@ def selective_scan(
     """
     samples = max(1, _NUMBERS_AT_ONCE // A.numel())
     if u.device.type == "cpu" and len(u) > samples:  # a hundred samples at once would not fit into any cache
-        few = zip(*(tensor.split(samples) for tensor in (u, delta, B, C)), strict=True)
+        few = zip(*(torch.split(tensor, samples) for tensor in (u, delta, B, C)), strict=True)
         return torch.cat([selective_scan(x, step, A, b, c, D, chunk=chunk) for x, step, b, c in few])
     work = torch.promote_types(u.dtype, torch.float32)
     delta, A, B, C, D = (tensor.to(work) for tensor in (delta, A, B, C, D))
