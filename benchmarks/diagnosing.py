@@ -16,7 +16,7 @@ import time
 import torch
 
 import layerscope as ls
-from benchmarks.llama import llama, tokens
+from benchmarks.llama import large, llama, tokens
 from benchmarks.timing import interleave, machine, table
 
 TARGET = "model.layers.5.mlp.up_proj"
@@ -55,26 +55,13 @@ def on_cpu() -> None:
 
 
 def on_gpu() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5504,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        vocab_size=32000,
-        max_position_embeddings=2048,
-    )
-    torch.manual_seed(0)
     target = "model.layers.11.mlp.up_proj"
     print("| pair, 1.3 B parameters | tokens | root | seconds | peak over both models |\n|---|---|---|---:|---:|")
     for dtype in (torch.bfloat16, torch.float32):
         for length in (512, 2048):
-            with torch.device("cuda"):
-                reference = LlamaForCausalLM(config).eval().to(dtype)
-                candidate = copy.deepcopy(reference).to(torch.bfloat16)
-                ids = torch.randint(0, 32000, (1, length))
+            reference = large(dtype=dtype)
+            candidate = copy.deepcopy(reference).to(torch.bfloat16)
+            ids = torch.randint(0, 32000, (1, length), device="cuda")
             with torch.no_grad():
                 candidate.get_submodule(target).weight.mul_(1.05)
             torch.cuda.synchronize()

@@ -19,35 +19,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerscope as ls
+from benchmarks.llama import large
 from benchmarks.timing import interleave, machine, stopwatch, table
 
 LAYERS = "model.layers.*"
 EVERYTHING = ["**:input", "**:output", ".:output"]
-
-
-def llama():
-    """Hidden 2048, 24 layers, intermediate 5504, vocabulary 32000: 1.3B parameters, made on the device."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5504,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        vocab_size=32000,
-        max_position_embeddings=2048,
-        attn_implementation="sdpa",
-        dtype=torch.bfloat16,
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def compare(model, ids, folder, *, rounds):
@@ -120,7 +98,7 @@ def main() -> None:
     shm = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(dir=shm if shm.is_dir() else None))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {machine()}, runs in {folder.parent}\n")
-    model = llama()
+    model = large()
     with torch.no_grad():
         for shape in ((4, 2048), (1, 512)):
             ids = torch.randint(0, 32000, shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
