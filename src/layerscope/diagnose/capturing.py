@@ -43,11 +43,9 @@ class Call:
     """One call of a module: what went in, what came out, and which call it was made from."""
 
     key: Key
-    order: int
     above: Key | None
     inputs: dict[Leaf, Held] = field(default_factory=dict)
     outputs: dict[Leaf, Held] = field(default_factory=dict)
-    finished: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +115,7 @@ class _Capturing:
 
     def enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         reseed(self.seed, frame.key)
-        call = Call(frame.key, len(self.calls), frame.above.key if frame.above else None)
+        call = Call(frame.key, frame.above.key if frame.above else None)
         self.calls[frame.key] = call
         for leaf, tensor in argument_leaves(args, kwargs):
             call.inputs[leaf] = self.hold(tensor, (frame.key, "input", leaf))
@@ -127,7 +125,6 @@ class _Capturing:
 
     def leave(self, frame: Frame, value: Any) -> Any:
         call = self.calls[frame.key]
-        call.finished = True
         for leaf, tensor in leaves(value):
             call.outputs[leaf] = self.hold(tensor, (frame.key, "output", leaf))
         return None if self.gradients is None else self.bounded(value, (frame.key, "output"))
