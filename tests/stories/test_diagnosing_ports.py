@@ -13,7 +13,7 @@ from torch.nn import functional
 import architectures
 import layerscope as ls
 import zoo
-from layerscope.errors import Unsupported
+from layerscope.errors import BadModel, Unsupported
 
 FUSED = """
 fuse **.q_proj, **.k_proj, **.v_proj -> **.qkv_proj
@@ -496,3 +496,8 @@ def test_a_suspect_that_explains_nothing_is_demoted_when_another_explains_someth
     assert [blame.name for blame in finding.roots] == ["used"]
     assert any("idle" in note and "explains nothing" in note for note in finding.notes)
     assert ls.diagnose(Branches(), alone, x).root == "idle"
+
+
+def test_inputs_without_an_element_are_no_proof_of_health():
+    with pytest.raises(BadModel, match="nothing to compare"):
+        ls.diagnose(chain(), chain(), torch.empty(0, 6))

@@ -37,7 +37,7 @@ from layerscope.diagnose.ranking import ranked
 from layerscope.diagnose.rows import Row, code_of, judged_rows
 from layerscope.diagnose.sides import Side
 from layerscope.diagnose.state import kept
-from layerscope.errors import Unsupported
+from layerscope.errors import BadModel, Unsupported
 
 __all__ = ["diagnose"]
 
@@ -94,6 +94,10 @@ class _Diagnosis:
         passes = self.passes
         self.say("running the candidate on the reference's values")
         guided = passes.candidate()
+        if guided.raised is None and not any(measure.count for measure in guided.measured.values()):
+            raise BadModel(
+                "there was nothing to compare: no value that passes in both models holds an element; give other inputs."
+            )
         rows = self.rows(guided)
         rows = quantised(rows, passes)
         suspects = suspects_of(rows, passes, list(guided.measured))
