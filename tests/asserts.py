@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
+
+
+def left_open() -> Callable[[], tuple[list[str], list[str]]]:
+    """Return what tells the threads and files that are there in addition; what others end meanwhile is no gain."""
+    threads, files = set(threading.enumerate()), _open_files()
+
+    def since() -> tuple[list[str], list[str]]:
+        started = [thread.name for thread in threading.enumerate() if thread not in threads]
+        return started, sorted((_open_files() - files).elements())
+
+    return since
+
+
+def _open_files() -> Counter[str]:
+    """Count the open files by name without its numbers: the next segment in the place of the last is not one more."""
+    found: Counter[str] = Counter()
+    for handle in Path("/proc/self/fd").iterdir():
+        try:
+            found[re.sub(r"\d+", "N", str(handle.readlink()))] += 1
+        except FileNotFoundError:  # the handle that lists the folder
+            continue
+    return found
 
 
 def hooks_on(model: torch.nn.Module) -> int:

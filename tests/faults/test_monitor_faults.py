@@ -8,15 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from asserts import hooks_on
+from asserts import hooks_on, left_open
 from faults.monitoring import BATCH, rows
 from faults.test_full_disk import small_disk  # noqa: F401
 from layerscope import open_run
@@ -236,21 +236,20 @@ def check_steps(tmp_path: Path, *, steps: int, epoch: int, growth: int) -> None:
         model, {"*": {"record_type": "epoch_full"}, ".": {}}, range(0, steps, 2), tmp_path, [0], budget=1 << 20
     )
 
-    def state() -> tuple[int, int, int]:
-        return hooks_on(model), threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
-
-    first: tuple[int, tuple[int, int, int]] | None = None
+    first: tuple[int, int, Callable[[], tuple[list[str], list[str]]]] | None = None
     for step in range(steps):
         if step % epoch == 0:
             monitor.set_epoch(step // epoch)
             if step == steps // 10 // epoch * epoch:
-                first = resident(), state()
+                first = resident(), hooks_on(model), left_open()
         monitor.set_batch_idx(step % epoch)
         model(torch.ones(8, 16)).sum().backward()
     monitor.get_epoch_data()
     assert first is not None
-    assert state() == first[1]
-    assert resident() - first[0] < growth
+    memory, hooks, opened = first
+    assert hooks_on(model) == hooks
+    assert opened() == ([], [])
+    assert resident() - memory < growth
     monitor.remove_hooks()
     assert len(monitor.run) == (steps // epoch + 1) // 2 * (3 * epoch + 1)
 

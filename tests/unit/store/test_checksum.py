@@ -10,6 +10,7 @@ import google_crc32c
 import numpy as np
 import pytest
 
+from asserts import left_open
 from layerscope.store import checksum
 from layerscope.store.checksum import Alongside, bytes_of, crc32c, crc32c_numpy, text
 
@@ -89,15 +90,15 @@ def test_alongside_gives_the_same_numbers_small_and_large():
 
 def test_alongside_really_works_beside_the_caller_and_its_thread_ends():
     alongside, data = Alongside(), np.zeros(1 << 20, np.uint8)
-    before = threading.active_count()
+    opened = left_open()
     answer = alongside.of(data)
-    assert threading.active_count() == before + 1
+    assert len(opened()[0]) == 1
     assert answer() == google_crc32c.value(bytes(1 << 20))
     alongside.close()
     deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while opened()[0] and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert opened()[0] == []
 
 
 def test_alongside_hands_an_error_to_whoever_asked_and_goes_on(monkeypatch):

@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 
 import google_crc32c
 import pytest
@@ -290,16 +289,3 @@ def test_a_removed_journal_is_noticed_at_the_next_line(tmp_path):
     with pytest.raises(FileNotFoundError, match="removed"):
         journal.append(line(1))
     journal.close()
-
-
-def test_making_a_line_takes_microseconds():
-    rest = rest_text({"mean": 1.0, "first": [0.0] * 10})
-    best = min(_timed(lambda: line(3, dtype="float32", shape=(2, 3), placed=PLACED, rest=rest)) for _ in range(20))
-    assert best < 50e-6
-
-
-def _timed(work) -> float:
-    start = time.perf_counter()
-    for _ in range(50):
-        work()
-    return (time.perf_counter() - start) / 50

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import pytest
 import torch
@@ -38,17 +37,6 @@ def test_closing_states_completeness_as_the_writer_does():
     missing = [Missing("b:output", "never called")]
     assert run.close(forwards=2, points=2, missing=missing) == Completeness("complete", 2, 2, 1, 0, missing)
     assert (run.state, run.missing, run.complete) == ("complete", missing, False)
-
-
-def test_adding_costs_no_more_than_a_list():
-    run, x, point, moment = MemoryRun(), torch.ones(1), Point("a"), Moment()
-    best = 1.0
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(100):
-            run.add(point, moment, tensor=x)
-        best = min(best, (time.perf_counter() - start) / 100)
-    assert best < 20e-6
 
 
 def test_threads_may_ask_while_others_add():

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from asserts import left_open
 from layerscope.errors import Damaged, LayerscopeError, NewerFormat, NotARun
 from layerscope.points import Moment, Point
 from layerscope.store import Blob, Manifest, Writer, open_run
@@ -162,9 +163,9 @@ def test_tensors_outlive_the_run_and_its_files(path):
 
 def test_many_tensors_hold_no_file_open(path):
     run = open_run(path)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    opened = left_open()
     kept = [run.tensor(f"p{n % 4}") for n in range(200)]
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert opened()[1] == []
     assert len(kept) == 200
 
 
@@ -465,7 +466,7 @@ def test_a_segment_that_is_cut_or_gone_has_no_pieces(large):
 def test_giving_up_half_way_closes_the_file(large):
     path, _ = large
     entry = next(open_run(path).records("p"))
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    opened = left_open()
     for _ in entry.pieces(64):
         break
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert opened()[1] == []

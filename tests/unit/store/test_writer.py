@@ -12,11 +12,11 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from asserts import left_open
 from layerscope.errors import NotARun, RunBusy, RunExists
 from layerscope.points import Moment, Point
 from layerscope.store import Blob, Completeness, Manifest, Missing, Writer, open_run
@@ -213,18 +213,15 @@ def test_after_close_a_record_is_dropped_and_released(tmp_path, blob):
 
 
 def test_threads_and_files_are_gone_after_close(tmp_path, write):
-    def open_files() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     large = np.zeros(1 << 20, np.uint8)  # its checksum is taken in a thread as well
     write(tmp_path / "first", [("a", Moment(), large)]).close()
-    threads, files = threading.active_count(), open_files()
+    opened = left_open()
     for n in range(50):
         write(tmp_path / f"run{n}", [("a", Moment(), large)]).close()
     deadline = time.monotonic() + 5
-    while threading.active_count() > threads and time.monotonic() < deadline:
+    while opened() != ([], []) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert (threading.active_count(), open_files()) == (threads, files)
+    assert opened() == ([], [])
 
 
 def test_four_threads_write_and_nothing_is_lost(tmp_path):
@@ -277,7 +274,7 @@ def test_only_the_first_of_a_stall_waits(tmp_path):
     start = time.monotonic()
     for n in range(20):
         writer.write(B, Moment(step=n), blob=gate.blob())
-    assert 0.25 < time.monotonic() - start < 1.5
+    assert 0.25 < time.monotonic() - start < 4  # twenty waits are 6 s
     gate.open.set()
     assert writer.close().dropped[0].count == 20
 
