@@ -29,6 +29,7 @@ fix: setup
 # One thread for each of the two workers: two threads on two busy cores are many times slower than one.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not stress" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels
 
 stress: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m stress -n 2 --dist loadfile

@@ -387,9 +387,9 @@ class Statistics:
 
     def _why_not(self) -> str:
         if self._broken is None:
-            from layerscope.stats import device
+            from layerscope.stats.launching import why_not
 
-            self._broken = device.why_not()
+            self._broken = why_not()
         return self._broken
 
     def _give_up(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""What a device leaves is read as the summary it stands for; its kernels are tested in runtimes/test_cuda.py."""
+"""What a device leaves is read as the summary it stands for; its kernels are tested in tests/kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from layerscope.stats import device, summarize
-from layerscope.stats.bits import ITEMS
-from layerscope.stats.device import Numbers, Sheet, takes
+from layerscope.stats import summarize
+from layerscope.stats.device import Numbers, Sheet
 
 
 def left_by_a_device(values, *, wide=False, power=0):
@@ -106,27 +105,3 @@ def test_without_a_finite_value_there_is_no_mean():
     assert math.isnan(summary.mean)
     assert math.isnan(summary.max)
     assert summary.l1 == 0.0
-
-
-def test_every_dtype_has_a_kernel_but_those_that_hold_two_numbers_in_one():
-    known = {str(dtype).removeprefix("torch.") for dtype in device._KINDS}
-    assert set(ITEMS) - known == {"complex32", "complex64", "complex128", "float4_e2m1fn_x2"}
-
-
-def test_more_items_than_the_counters_can_count_are_left_to_the_host():
-    assert takes(torch.empty(2**31 - 1, dtype=torch.bfloat16, device="meta"))
-    assert not takes(torch.empty(2**31, dtype=torch.bfloat16, device="meta"))
-    assert not takes(torch.empty(8, dtype=torch.complex64, device="meta"))
-
-
-def test_a_tile_is_a_whole_number_of_the_fingerprints_blocks():
-    from layerscope.stats.prints import BLOCK
-
-    assert all(kind.threads * kind.vector % BLOCK == 0 for kind in device._KINDS.values())
-    assert all(kind.vector in (4, 8) for kind in device._KINDS.values())
-
-
-def test_where_triton_is_missing_it_is_said():
-    assert bool(device.why_not()) == (device.triton is None or torch.version.hip is not None)
-    if device.triton is None:
-        assert device.why_not().startswith("Triton is not installed")

@@ -1,127 +1,43 @@
-"""The numbers of `summarize`, made on the GPU that holds the tensor, in one pass that nobody waits for (Triton).
+"""The kernels that take a tensor's numbers in one pass, and the one that gathers many tensors' numbers (Triton).
 
-    slots = Slots(device, "full", stream)      # room for the numbers of several tensors
-    slots.start(0, tensor)                     # one launch on the model's stream
-    sheet = slots.gather(1)                    # one more, for all of them
-    Numbers.read(sheet, bring)[0].summary("bfloat16", (4, 8))   # `bring` copies from the device, when it is time
-
-Counts, extremes, fingerprints and sketch are those of the CPU to the last bit. Each program of the launch takes sums
-in float64 of the distance from a mean it has scouted, and Chan's formula joins the programs, so that mean and std are
-as accurate as the CPU's second look at the tensor, which is gone by the time anybody could ask for it.
+They are launched by `slots.py`, which knows the memory they write to.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from functools import cache
-from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
+from layerscope.stats.launching import INTERPRETED, constant, jit, tl
+from layerscope.stats.prints import BLOCK, MIX_ADD, MIX_FIRST, MIX_SECOND
+from layerscope.stats.sketch import LOWEST, STEPS
 
-from layerscope.stats.bits import Array, byte_values
-from layerscope.stats.prints import BLOCK, MIX_ADD, MIX_FIRST, MIX_SECOND, WEIGHTS
-from layerscope.stats.sketch import LOWEST, STEPS, Sketch
-from layerscope.stats.summary import Summary
+__all__ = ["PROGRAMS", "WORDS", "gather", "peak", "sweep"]
 
-__all__ = ["Level", "Numbers", "Sheet", "Slots", "prepare", "takes", "why_not"]
+PROGRAMS = 512  # that sweep one tensor, at most
+WORDS = 16  # in the row of each
 
-# Imported as Any, and only where it is installed: what Triton compiles is not Python to a type checker.
-try:
-    triton: Any = import_module("triton")
-    tl: Any = import_module("triton.language")
-    _absent = ""
-except ImportError as missing:
-    triton = tl = None
-    _absent = f"Triton is not installed ({missing})"
-
-
-def _jit(function: Callable[..., Any]) -> Any:
-    return function if triton is None else triton.jit(function)
-
-
-def _constant(value: Any) -> Any:
-    return value if tl is None else tl.constexpr(value)
-
-
-class _Kind(NamedTuple):
-    """How a kernel reads one dtype: as which numbers, from items of which width, how many threads take how many."""
-
-    name: Literal["float32", "bfloat16", "float16", "float64", "integer", "byte"]
-    item: torch.dtype
-    threads: int
-    vector: int
-
-
-_KINDS = {
-    torch.float32: _Kind("float32", torch.int32, 256, 4),
-    torch.bfloat16: _Kind("bfloat16", torch.int16, 128, 8),
-    torch.float16: _Kind("float16", torch.int16, 128, 8),
-    torch.float64: _Kind("float64", torch.int64, 256, 4),
-    **{t: _Kind("integer", t, 128, 8) for t in (torch.int16, torch.uint16)},
-    **{t: _Kind("integer", t, 256, 4) for t in (torch.int32, torch.uint32, torch.int64, torch.uint64)},
-    **{
-        getattr(torch, name): _Kind("byte", torch.int8, 128, 8)
-        for name in (
-            "bool", "int8", "uint8",
-            "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
-        )
-        if hasattr(torch, name)
-    },
-}  # fmt: skip
-
-Level = Literal["moments", "full"]
-
-_MOST = 1 << 31  # items of one tensor: the bucket counters are 32 bits wide
-_PROGRAMS = 512  # that sweep one tensor, at most
-_WORDS = 16  # in the row of each
-
-
-def takes(tensor: torch.Tensor) -> bool:
-    """Whether the kernels know this tensor's dtype, and have counters wide enough."""
-    return tensor.dtype in _KINDS and tensor.numel() < _MOST
-
-
-@cache
-def why_not() -> str:
-    """Say why tensors have to travel to the host to be summarised; empty when they need not."""
-    if torch.version.hip is not None:
-        return "the kernels are written for NVIDIA's devices"
-    return _absent
-
-
-def prepare(device: torch.device, dtypes: Iterable[torch.dtype], level: Level) -> None:
-    """Compile the kernels for these dtypes now, or load them from Triton's cache, lest the first tensor wait for it."""
-    for dtype in dtypes:
-        if dtype in _KINDS:
-            _sweeping(device, dtype, level == "full")
-            _gathering(device, _buckets(level, wide=dtype is torch.float64))
-
-
-# The kernels ------------------------------------------------------------------------------------
-#
 # A slot in device memory holds a row of numbers per program and one more row about the tensor:
 #     0 sum, 1 sum of squares, both of the distance from 3 the centre; 2 sum of magnitudes; 4 finite; 5 lowest,
 #     6 highest (float64 bits as ordered integers); 7 zeros, 8 nan, 9 +inf, 10 -inf; 11, 12 fingerprints
 #     and in the last row: 0-9 the first values, 10 how many programs, 11 the largest magnitude of a float64 tensor,
 #     12 the power of two it was scaled by.
 
-_ROWS, _COLUMNS = _constant(_PROGRAMS), _constant(_WORDS)
-_FIRST, _ADD, _SECOND = (_constant(number) for number in (MIX_FIRST, MIX_ADD, MIX_SECOND))
-_PERIOD = _constant(BLOCK)
-_LIFT = _constant(2.0**896)
+_ROWS, _COLUMNS = constant(PROGRAMS), constant(WORDS)
+_FIRST, _ADD, _SECOND = (constant(number) for number in (MIX_FIRST, MIX_ADD, MIX_SECOND))
+_PERIOD = constant(BLOCK)
+_ON_HOST = constant(INTERPRETED)
+_LIFT = constant(2.0**896)
+_ROUNDER = constant(1.5 * 2.0**37)  # times a power of two, added and taken away again: 15 binary digits below it remain
 
 # Counting buckets takes atomics in shared memory, which Triton has no word for: these few lines are PTX. The counters
 # cover a window of 32 powers of two of either sign below the largest value a program has scouted; the last counter of
 # each sign takes whatever lies outside, and what of that is not zero is then counted in global memory, which is rare.
 _WINDOW = 32 * STEPS
 _STRIDE = _WINDOW + 1
-_DECLARE = _constant(f".shared .align 16 .b32 layerscope_bins[{2 * _STRIDE}]; mov.u32 $0, $1;")
+_DECLARE = constant(f".shared .align 16 .b32 layerscope_bins[{2 * _STRIDE}]; mov.u32 $0, $1;")
 _AT = "{ .reg .u32 at; mov.u32 at, layerscope_bins; mad.lo.u32 at, $1, 4, at;"
-_CLEAR = _constant(f"{_AT} st.shared.u32 [at], 0; mov.u32 $0, 0; }}")
-_READ = _constant(f"{_AT} ld.shared.u32 $0, [at]; }}")
+_CLEAR = constant(f"{_AT} st.shared.u32 [at], 0; mov.u32 $0, 0; }}")
+_READ = constant(f"{_AT} ld.shared.u32 $0, [at]; }}")
 
 
 def _counting(items: int, *, first: int, last: int, half: int) -> tuple[str, str]:
@@ -153,13 +69,14 @@ def _counting(items: int, *, first: int, last: int, half: int) -> tuple[str, str
     return "{ " + "\n".join(lines) + " }", ",".join(["=r"] * items + ["r"] * 2 * items + ["l"] * items)
 
 
-_HALF, _HALF_WIDE = _constant(1 << 14), _constant(1 << 17)
-_COUNT_4, _USING_4 = map(_constant, _counting(4, first=127 + LOWEST, last=255, half=1 << 14))
-_COUNT_8, _USING_8 = map(_constant, _counting(8, first=127 + LOWEST, last=255, half=1 << 14))
-_COUNT_WIDE, _USING_WIDE = map(_constant, _counting(2, first=1023 + LOWEST, last=2047, half=1 << 17))
+_HALF, _HALF_WIDE = constant(1 << 14), constant(1 << 17)
+_LEAST, _LEAST_WIDE = constant((127 + LOWEST) * STEPS), constant((1023 + LOWEST) * STEPS)
+_COUNT_4, _USING_4 = map(constant, _counting(4, first=127 + LOWEST, last=255, half=1 << 14))
+_COUNT_8, _USING_8 = map(constant, _counting(8, first=127 + LOWEST, last=255, half=1 << 14))
+_COUNT_WIDE, _USING_WIDE = map(constant, _counting(2, first=1023 + LOWEST, last=2047, half=1 << 17))
 
 
-@_jit
+@jit
 def _mixed(x: tl.tensor) -> Any:
     """`prints.mixed`."""
     x = x * _FIRST + _ADD
@@ -167,7 +84,7 @@ def _mixed(x: tl.tensor) -> Any:
     return x ^ (x >> 32)
 
 
-@_jit
+@jit
 def _words(raw: tl.tensor) -> Any:
     """The stored bits, for fingerprints."""
     if raw.dtype.primitive_bitwidth == 8:
@@ -180,7 +97,7 @@ def _words(raw: tl.tensor) -> Any:
         return raw.to(tl.uint64, bitcast=True)
 
 
-@_jit
+@jit
 def _bits(raw: tl.tensor, worth: tl.tensor, kind: tl.constexpr) -> Any:
     """The items as the bits of float32 where that holds them exactly, else of float64."""
     if kind == "float32":
@@ -197,7 +114,7 @@ def _bits(raw: tl.tensor, worth: tl.tensor, kind: tl.constexpr) -> Any:
         return raw.to(tl.float64).to(tl.uint64, bitcast=True)
 
 
-@_jit
+@jit
 def _values(bits: tl.tensor, scale: tl.tensor, kind: tl.constexpr) -> Any:
     """What the bits are worth, in float64; those of float32 are shifted into place, and so 2**896 times too small.
 
@@ -212,26 +129,34 @@ def _values(bits: tl.tensor, scale: tl.tensor, kind: tl.constexpr) -> Any:
         return wide.to(tl.float64, bitcast=True)
 
 
-@_jit
+@jit
 def _count(bits: tl.tensor, low: tl.tensor, table: tl.tensor, kind: tl.constexpr) -> None:
     """Add one to each value's bucket: sign, exponent and six bits of the fraction."""
-    table = table.to(tl.int64)
     if kind == "float64":
         bucket = (bits >> 46).to(tl.uint32)
-        tl.inline_asm_elementwise(_COUNT_WIDE, _USING_WIDE, [bucket, low, table], tl.int32, is_pure=False, pack=2)
+    elif bits.dtype == tl.uint32:
+        bucket = bits >> 17
     else:
-        if bits.dtype == tl.uint32:
-            bucket = bits >> 17
-        else:
-            size = ((bits & 0x7FFFFFFFFFFFFFFF) >> 46).to(tl.uint32) - 896 * 64
-            bucket = tl.where(size < _HALF, size, 0) | ((bits >> 63) << 14).to(tl.uint32)
-        if bucket.shape[1] == 8:
-            tl.inline_asm_elementwise(_COUNT_8, _USING_8, [bucket, low, table], tl.int32, is_pure=False, pack=8)
-        else:
-            tl.inline_asm_elementwise(_COUNT_4, _USING_4, [bucket, low, table], tl.int32, is_pure=False, pack=4)
+        size = ((bits & 0x7FFFFFFFFFFFFFFF) >> 46).to(tl.uint32) - 896 * 64
+        bucket = tl.where(size < _HALF, size, 0) | ((bits >> 63) << 14).to(tl.uint32)
+    if _ON_HOST:  # where no PTX runs
+        half: tl.constexpr = _HALF_WIDE if kind == "float64" else _HALF
+        least: tl.constexpr = _LEAST_WIDE if kind == "float64" else _LEAST
+        size = bucket & (half - 1)
+        known = (size >= least) & (size < half - 64)  # no zero, and not the exponent of infinity
+        tl.atomic_add(table + bucket.to(tl.int32), 1, mask=known)
+    elif kind == "float64":
+        using = [bucket, low, table.to(tl.int64)]
+        tl.inline_asm_elementwise(_COUNT_WIDE, _USING_WIDE, using, tl.int32, is_pure=False, pack=2)
+    elif bucket.shape[1] == 8:
+        using = [bucket, low, table.to(tl.int64)]
+        tl.inline_asm_elementwise(_COUNT_8, _USING_8, using, tl.int32, is_pure=False, pack=8)
+    else:
+        using = [bucket, low, table.to(tl.int64)]
+        tl.inline_asm_elementwise(_COUNT_4, _USING_4, using, tl.int32, is_pure=False, pack=4)
 
 
-@_jit
+@jit
 def _ordered(bits: tl.tensor) -> Any:
     """Float bits as float64 bits that compare as integers; -0.0 comes before 0.0."""
     if bits.dtype == tl.uint32:
@@ -241,7 +166,7 @@ def _ordered(bits: tl.tensor) -> Any:
     return wide ^ ((wide >> 63) & 0x7FFFFFFFFFFFFFFF)
 
 
-@_jit
+@jit
 def _added(
     a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, e: tl.tensor,
     f: tl.tensor, g: tl.tensor, h: tl.tensor, i: tl.tensor,
@@ -251,21 +176,25 @@ def _added(
     return a + j, b + k, c + l, d + m, e + n, f + o, g + p, h + q, i + r
 
 
-@_jit
-def _peak(items: tl.tensor, count: tl.tensor, slot: tl.tensor, block: tl.constexpr) -> None:
+@jit
+def peak(items: tl.tensor, count: tl.tensor, slot: tl.tensor, block: tl.constexpr) -> None:
     """Leave the bits of the largest finite magnitude of a float64 tensor, whose squares may leave float64's range."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     size = tl.load(items + at, mask=at < count, other=0) & 0x7FFFFFFFFFFFFFFF
     tl.atomic_max(slot + (_ROWS * _COLUMNS + 11), tl.max(tl.where(size < 0x7FF0000000000000, size, 0), 0))
 
 
-@_jit
-def _sweep(
+@jit
+def sweep(
     items: tl.tensor, count: tl.tensor, tiles: tl.tensor,
     slot: tl.tensor, table: tl.tensor, weights: tl.tensor, worth: tl.tensor,
     kind: tl.constexpr, full: tl.constexpr, threads: tl.constexpr, vector: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Sweep `tiles` tiles per program, taking every item for finite; where one was not, look again with care."""
+    """Sweep `tiles` tiles per program in the quickest arithmetic; where that was not good enough, look again with care.
+
+    Floats of up to 32 bits are added up eight or four at a time in float32, and these sums in float64. That is not good
+    enough where an item is not finite, or where squares leave the range of float32.
+    """
     tile: tl.constexpr = threads * vector
     wide: tl.constexpr = (kind != "float32") & (kind != "bfloat16") & (kind != "float16")
     word: tl.constexpr = tl.uint64 if wide else tl.uint32
@@ -295,6 +224,10 @@ def _sweep(
     value = tl.where(finite, _values(bits, scale, kind) * lift, 0.0)
     known = tl.sum(tl.sum(finite.to(tl.int32), 1), 0)
     centre = tl.sum(tl.sum(value, 1), 0) / tl.maximum(known, 1)
+    if not wide:  # of few digits, so that the distance of a value of few digits is exact
+        highest_power = tl.max(tl.max(tl.abs(value), 1), 0).to(tl.int64, bitcast=True) & 0x7FF0000000000000
+        rounder = highest_power.to(tl.float64, bitcast=True) * _ROUNDER
+        centre = ((centre + rounder) - rounder).to(tl.float32)
     low = tl.full([], 0, tl.uint32)
     if full:
         largest_size = tl.max(tl.max(tl.where(finite, bits & (sign - 1), 0), 1), 0)
@@ -305,9 +238,10 @@ def _sweep(
         else:
             low = tl.minimum(tl.maximum((largest_size >> 23).to(tl.int32) - 29, 1), 255 - 32).to(tl.uint32) * 64
         bins = tl.arange(0, 4096)
-        tl.inline_asm_elementwise(_DECLARE, "=r,r", [rows], tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise(_CLEAR, "=r,r", [bins + (bins >> 11)], tl.int32, is_pure=False, pack=1)
-        tl.debug_barrier()
+        if not _ON_HOST:
+            tl.inline_asm_elementwise(_DECLARE, "=r,r", [rows], tl.int32, is_pure=False, pack=1)
+            tl.inline_asm_elementwise(_CLEAR, "=r,r", [bins + (bins >> 11)], tl.int32, is_pure=False, pack=1)
+            tl.debug_barrier()
         weight = tl.load(weights + lanes % _PERIOD)
 
     nothing = tl.zeros([threads], integer).to(word, bitcast=True)
@@ -326,8 +260,8 @@ def _sweep(
     for at in tl.range(start, whole, tile, loop_unroll_factor=2):  # two loads under way instead of one
         raw = tl.load(items + at + lanes)
         bits = _bits(raw, worth, kind)
-        value = _values(bits, scale, kind)
-        distance = value * lift - centre
+        value = _values(bits, scale, kind) if wide else bits.to(tl.float32, bitcast=True)
+        distance = value - centre
         sums += tl.sum(distance, 1)
         squares += tl.sum(distance * distance, 1)
         magnitude += tl.sum(tl.abs(value), 1)
@@ -344,6 +278,9 @@ def _sweep(
     begin = whole
     if kind != "integer":
         spoiled = (tl.max(signed, 0) >= infinity) | (tl.max(largest, 0) >= (infinity + sign))
+        if not wide:
+            spread = tl.sum(squares, 0)
+            spoiled = spoiled | (spread < (whole - start) * 2.0**-100) | (spread > 2.0**126)
         begin = tl.where(spoiled, start, whole)
         sums = tl.where(spoiled, 0.0, sums)
         squares = tl.where(spoiled, 0.0, squares)
@@ -358,8 +295,8 @@ def _sweep(
         bits = _bits(raw, worth, kind)
         size = bits & (sign - 1)
         finite = within & (size < infinity)
-        value = tl.where(finite, _values(bits, scale, kind), 0.0)
-        distance = tl.where(finite, value * lift - centre, 0.0)
+        value = tl.where(finite, _values(bits, scale, kind) * lift, 0.0)
+        distance = tl.where(finite, value - centre, 0.0)
         sums += tl.sum(distance, 1)
         squares += tl.sum(distance * distance, 1)
         magnitude += tl.sum(tl.abs(value), 1)
@@ -390,8 +327,8 @@ def _sweep(
     row = slot + program * _COLUMNS
     tl.store(row, sums.to(tl.int64, bitcast=True))
     tl.store(row + 1, squares.to(tl.int64, bitcast=True))
-    tl.store(row + 2, (magnitude * lift).to(tl.int64, bitcast=True))
-    tl.store(row + 3, centre.to(tl.int64, bitcast=True))
+    tl.store(row + 2, magnitude.to(tl.int64, bitcast=True))
+    tl.store(row + 3, centre.to(tl.float64).to(tl.int64, bitcast=True))
     tl.store(row + 4, plain)
     tl.store(row + 5, tl.where(plain > 0, lowest, 0x7FFFFFFFFFFFFFFF))
     tl.store(row + 6, tl.where(plain > 0, highest, -0x7FFFFFFFFFFFFFFF))
@@ -412,15 +349,15 @@ def _sweep(
         tl.store(about + ten, first, mask=ten < 10)
         tl.store(about + 10, tl.num_programs(0).to(tl.int64))
         tl.store(about + 12, power)
-    if full:
+    if full and not _ON_HOST:
         tl.debug_barrier()
         counted = tl.inline_asm_elementwise(_READ, "=r,r", [bins + (bins >> 11)], tl.int32, is_pure=False, pack=1)
         half: tl.constexpr = _HALF_WIDE if kind == "float64" else _HALF
         tl.atomic_add(table + ((bins >> 11) * half + (bins & 2047) + low), counted, mask=counted > 0, sem="relaxed")
 
 
-@_jit
-def _gather(
+@jit
+def gather(
     slots: tl.tensor, tables: tl.tensor, cursor: tl.tensor, next_cursor: tl.tensor,
     heads: tl.tensor, places: tl.tensor, counts: tl.tensor, size: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -482,206 +419,3 @@ def _gather(
             tl.store(next_cursor, 0)
     tl.store(head + 13, buckets.to(tl.int64))
     tl.store(head + 14, begin.to(tl.int64))
-
-
-# Launching them ---------------------------------------------------------------------------------
-
-_ANY = (1 << 40) + 1  # stands for a number that is 64 bits wide and, to Triton, a multiple of nothing
-
-Launch = Callable[..., None]
-
-
-class Sheet(NamedTuple):
-    """What a gathering leaves on the device: a head for each tensor, and one list of all their buckets."""
-
-    heads: torch.Tensor
-    lists: torch.Tensor  # places, and how often each
-
-
-class Slots:
-    """Room on one stream of one device for the numbers of `size` tensors of one level; float64's buckets take more.
-
-    Whoever calls sees to it that a slot is started once between two calls of `gather`, which empties them all: what is
-    launched later on one stream runs later.
-    """
-
-    def __init__(self, device: torch.device, level: Level, stream: int, *, wide: bool = False) -> None:
-        self.size = 8 if wide else 128
-        self._full = level == "full"
-        self._buckets = _buckets(level, wide=wide)
-        self._device = device
-        self._stream = stream
-        self._rows = torch.zeros((self.size, (_PROGRAMS + 1) * _WORDS), dtype=torch.int64, device=device)
-        self._tables = torch.zeros((self.size, max(self._buckets, 4)), dtype=torch.int32, device=device)
-        self._cursors = torch.zeros((2, 4), dtype=torch.int32, device=device)
-        self._turn = 0
-        self._weights = _on(device, WEIGHTS.view(np.int64))
-        self._worth: dict[torch.dtype, torch.Tensor] = {}
-        self._programs = min(_PROGRAMS, 4 * torch.cuda.get_device_properties(device).multi_processor_count)
-        self._sweeps: dict[torch.dtype, Callable[[int, int, int], None]] = {}
-
-    def start(self, index: int, tensor: torch.Tensor) -> None:
-        """Launch the sweep of a contiguous tensor; on this stream, its memory may be changed or given back at once."""
-        sweep = self._sweeps.get(tensor.dtype)
-        if sweep is None:
-            sweep = self._sweeps[tensor.dtype] = self._sweep_of(tensor.dtype)
-        sweep(index, tensor.data_ptr(), tensor.numel())
-
-    def gather(self, used: int) -> Sheet:
-        """Launch the gathering of the first `used` slots."""
-        sheet = Sheet(
-            torch.empty((used, 32), dtype=torch.int64, device=self._device),
-            torch.empty((2, used * self._buckets), dtype=torch.int32, device=self._device),
-        )
-        cursor, other = self._cursors[self._turn].data_ptr(), self._cursors[1 - self._turn].data_ptr()
-        self._turn = 1 - self._turn
-        _gathering(self._device, self._buckets)(
-            used, self._stream,
-            self._rows.data_ptr(), self._tables.data_ptr(), cursor, other,
-            sheet.heads.data_ptr(), sheet.lists[0].data_ptr(), sheet.lists[1].data_ptr(), self._buckets,
-        )  # fmt: skip
-        return sheet
-
-    def _sweep_of(self, dtype: torch.dtype) -> Callable[[int, int, int], None]:
-        """Return a launch with as little as possible left to do in it."""
-        kind = _KINDS[dtype]
-        sweep = _sweeping(self._device, dtype, self._full)
-        peak = _peaking(self._device) if dtype is torch.float64 else None
-        worth = _on(self._device, byte_values(str(dtype)[6:]) if kind.name == "byte" else np.zeros(2))
-        self._worth[dtype] = worth
-        rows, row = self._rows.data_ptr(), self._rows.stride(0) * 8
-        tables, table = self._tables.data_ptr(), self._tables.stride(0) * 4
-        known = (self._weights.data_ptr(), worth.data_ptr(), kind.name, self._full, kind.threads, kind.vector)
-        tile, most, stream = kind.threads * kind.vector, self._programs, self._stream
-
-        def launch(index: int, items: int, count: int) -> None:
-            tiles = -(-count // tile)
-            each = -(-tiles // most)
-            slot = rows + index * row
-            if peak is not None:
-                peak(-(-count // 4096), stream, items, count, slot, 4096)
-            sweep(-(-tiles // each), stream, items, count, each, slot, tables + index * table, *known)
-
-        return launch
-
-
-def _buckets(level: Level, *, wide: bool) -> int:
-    return 0 if level == "moments" else 1 << (18 if wide else 15)
-
-
-def _launching(compiled: Any) -> Launch:
-    """Call a compiled kernel without Triton's own look at every argument, which costs more than the launch."""
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-
-    def launch(programs: int, stream: int, *arguments: Any) -> None:
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-
-    return launch
-
-
-@cache
-def _sweeping(device: torch.device, dtype: torch.dtype, full: bool) -> Launch:
-    kind = _KINDS[dtype]
-    with torch.cuda.device(device):
-        return _launching(
-            _sweep.warmup(
-                kind.item, _ANY, _ANY, torch.int64, torch.int32, torch.uint64, torch.float64,
-                kind.name, full, kind.threads, kind.vector,
-                grid=(1,), num_warps=kind.threads // 32, maxnreg=128 if full else 80,
-            )
-        )  # fmt: skip
-
-
-@cache
-def _peaking(device: torch.device) -> Launch:
-    with torch.cuda.device(device):
-        return _launching(_peak.warmup(torch.int64, _ANY, torch.int64, 4096, grid=(1,), num_warps=8))
-
-
-@cache
-def _gathering(device: torch.device, buckets: int) -> Launch:
-    word, number = torch.int64, torch.int32
-    with torch.cuda.device(device):
-        return _launching(
-            _gather.warmup(
-                word, number, number, number, word, number, number, buckets, grid=(1,), num_warps=16 if buckets else 4
-            )
-        )
-
-
-def _on(device: torch.device, numbers: Array) -> torch.Tensor:
-    """Send numbers to a device without waiting for them to arrive."""
-    return torch.from_numpy(numbers).pin_memory().to(device, non_blocking=True)
-
-
-# Reading the result -----------------------------------------------------------------------------
-
-
-class _Buckets(NamedTuple):
-    """Occupied places of a bucket table, ascending, and their counts: first the positive half, then the negative."""
-
-    places: Array
-    counts: Array
-    wide: bool
-
-    def sketch(self, finite: int) -> Sketch:
-        """Read as a sketch; what no bucket counts lies around zero."""
-        half = 1 << (17 if self.wide else 14)
-        before = ((1023 if self.wide else 127) + LOWEST) * STEPS - 1
-        split = int(np.searchsorted(self.places, half))
-        positive, negative = self.places[:split] - before, before + half - self.places[split:][::-1]
-        counts = self.counts.astype(np.int64)
-        around = finite - int(counts.sum())
-        zero = [0] if around else []
-        return Sketch(
-            np.concatenate([negative, np.array(zero, np.int32), positive], dtype=np.int32),
-            np.concatenate([counts[split:][::-1], np.array([around] * len(zero), np.int64), counts[:split]]),
-        )
-
-
-class Numbers(NamedTuple):
-    """What is known of one tensor: its head, and its buckets where they were asked for."""
-
-    head: Array
-    buckets: _Buckets | None
-
-    @classmethod
-    def read(cls, sheet: Sheet, bring: Callable[..., list[Array]]) -> list[Numbers]:
-        """Have a sheet's heads brought to the host, and of the lists as much as there is."""
-        [heads] = bring(sheet.heads)
-        if not sheet.lists.numel():
-            return [cls(head, None) for head in heads]
-        listed = int(heads[:, 13].sum())
-        places, counts = bring(sheet.lists[0, :listed], sheet.lists[1, :listed])
-        wide = sheet.lists.shape[1] // len(heads) > 1 << 15
-        parts = [slice(begin, begin + size) for size, begin in heads[:, 13:15].tolist()]
-        return [cls(head, _Buckets(places[part], counts[part], wide)) for head, part in zip(heads, parts, strict=True)]
-
-    def summary(self, dtype: str, shape: tuple[int, ...]) -> Summary:
-        """Make the summary of the tensor that was swept."""
-        whole, real = self.head.tolist(), self.head.view(np.float64).tolist()
-        finite = whole[3]
-        zeros, nan, posinf, neginf = whole[6:10]
-        count = finite + nan + posinf + neginf
-        lowest, highest = (real[4], real[5]) if finite else (math.nan, math.nan)
-        mean, std, magnitude = math.nan, math.nan, 0.0
-        if finite:
-            mean, magnitude = _scaled(real[0], -whole[12]), _scaled(real[2], -whole[12])
-            std = _scaled(math.sqrt(real[1] / finite), -whole[12])
-            if lowest == highest:
-                mean, std = highest, 0.0
-        full = self.buckets is not None
-        return Summary(
-            count, nan, posinf, neginf, zeros,
-            mean, std, lowest, highest, magnitude,
-            tuple(real[16 : 16 + min(count, 10)]), dtype, shape, 1,
-            None if self.buckets is None else self.buckets.sketch(finite),
-            whole[10] % 2**64 if full else None, whole[11] % 2**64 if full else None,
-        )  # fmt: skip
-
-
-def _scaled(value: float, power: int) -> float:
-    if not power:
-        return value
-    with np.errstate(over="ignore"):
-        return float(np.ldexp(value, power))

@@ -1,0 +1,89 @@
+"""What a device leaves, read as the summaries it stands for.
+
+Numbers.read(sheet, bring)[0].summary("bfloat16", (4, 8))   # `bring` copies from the device, when it is time
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from layerscope.stats.bits import Array
+from layerscope.stats.device.slots import Sheet
+from layerscope.stats.sketch import LOWEST, STEPS, Sketch
+from layerscope.stats.summary import Summary
+
+__all__ = ["Numbers"]
+
+
+class _Buckets(NamedTuple):
+    """Occupied places of a bucket table, ascending, and their counts: first the positive half, then the negative."""
+
+    places: Array
+    counts: Array
+    wide: bool
+
+    def sketch(self, finite: int) -> Sketch:
+        """Read as a sketch; what no bucket counts lies around zero."""
+        half = 1 << (17 if self.wide else 14)
+        before = ((1023 if self.wide else 127) + LOWEST) * STEPS - 1
+        split = int(np.searchsorted(self.places, half))
+        positive, negative = self.places[:split] - before, before + half - self.places[split:][::-1]
+        counts = self.counts.astype(np.int64)
+        around = finite - int(counts.sum())
+        zero = [0] if around else []
+        return Sketch(
+            np.concatenate([negative, np.array(zero, np.int32), positive], dtype=np.int32),
+            np.concatenate([counts[split:][::-1], np.array([around] * len(zero), np.int64), counts[:split]]),
+        )
+
+
+class Numbers(NamedTuple):
+    """What is known of one tensor: its head, and its buckets where they were asked for."""
+
+    head: Array
+    buckets: _Buckets | None
+
+    @classmethod
+    def read(cls, sheet: Sheet, bring: Callable[..., list[Array]]) -> list[Numbers]:
+        """Have a sheet's heads brought to the host, and of the lists as much as there is."""
+        [heads] = bring(sheet.heads)
+        if not sheet.lists.numel():
+            return [cls(head, None) for head in heads]
+        listed = int(heads[:, 13].sum())
+        places, counts = bring(sheet.lists[0, :listed], sheet.lists[1, :listed])
+        wide = sheet.lists.shape[1] // len(heads) > 1 << 15
+        parts = [slice(begin, begin + size) for size, begin in heads[:, 13:15].tolist()]
+        return [cls(head, _Buckets(places[part], counts[part], wide)) for head, part in zip(heads, parts, strict=True)]
+
+    def summary(self, dtype: str, shape: tuple[int, ...]) -> Summary:
+        """Make the summary of the tensor that was swept."""
+        whole, real = self.head.tolist(), self.head.view(np.float64).tolist()
+        finite = whole[3]
+        zeros, nan, posinf, neginf = whole[6:10]
+        count = finite + nan + posinf + neginf
+        lowest, highest = (real[4], real[5]) if finite else (math.nan, math.nan)
+        mean, std, magnitude = math.nan, math.nan, 0.0
+        if finite:
+            mean, magnitude = _scaled(real[0], -whole[12]), _scaled(real[2], -whole[12])
+            std = _scaled(math.sqrt(real[1] / finite), -whole[12])
+            if lowest == highest:
+                mean, std = highest, 0.0
+        full = self.buckets is not None
+        return Summary(
+            count, nan, posinf, neginf, zeros,
+            mean, std, lowest, highest, magnitude,
+            tuple(real[16 : 16 + min(count, 10)]), dtype, shape, 1,
+            None if self.buckets is None else self.buckets.sketch(finite),
+            whole[10] % 2**64 if full else None, whole[11] % 2**64 if full else None,
+        )  # fmt: skip
+
+
+def _scaled(value: float, power: int) -> float:
+    if not power:
+        return value
+    with np.errstate(over="ignore"):
+        return float(np.ldexp(value, power))

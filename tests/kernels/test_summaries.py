@@ -1,0 +1,83 @@
+"""The summaries that kernels make are those of the CPU: on a GPU, or in Triton's interpreter where there is none."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, values
+from layerscope.stats.device import Numbers, Slots
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where it plays the device's arithmetic
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+REAL = DEVICE.type == "cuda"  # the interpreter takes a second for what a device does in microseconds
+NAN, INF = math.nan, math.inf
+LARGE = 1_000_000 if REAL else 2_500
+
+
+def swept(tensors, *, level="full"):
+    """Summaries of tensors that share the slots of one launch."""
+    stream = torch.cuda.current_stream().cuda_stream if REAL else 0
+    slots = Slots(DEVICE, level, stream, wide=level == "full" and tensors[0].dtype is torch.float64)
+    there = [tensor.to(DEVICE) for tensor in tensors]
+    for index, tensor in enumerate(there):
+        slots.start(index, tensor)
+    sheet = slots.gather(len(there))
+    numbers = Numbers.read(sheet, lambda *parts: [part.cpu().numpy() for part in parts])
+    return [
+        one.summary(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for one, tensor in zip(numbers, tensors, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("level", ["moments", "full"])
+@pytest.mark.parametrize("dtype", FLOATS + WORDS + BYTES, ids=str)
+def test_summaries_are_those_of_the_cpu(dtype, level):
+    sizes = [1, 9, 1024, 4097, 1_000_003] if REAL else [9, 4097]
+    tensors = [values(dtype, size) for size in sizes]
+    for summary, tensor in zip(swept(tensors, level=level), tensors, strict=True):
+        assert_like_the_cpu(summary, tensor, level=level)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("level", ["moments", "full"])
+def test_numbers_that_are_not_finite_or_all_alike_have_an_answer(dtype, level):
+    tensors = [
+        torch.full((3,), NAN),
+        torch.tensor([INF, -INF, 1.0, -2.0, 0.0, -0.0] * (LARGE // 6)),
+        torch.cat([torch.randn(LARGE), torch.tensor([NAN])]),
+        torch.tensor([-0.0, 0.0] * 40),
+        torch.full((LARGE // 2,), -3.25),
+        torch.randn(LARGE) + 1e4,
+        torch.cat([torch.full((2048,), 3e4), torch.rand(LARGE)]),
+        torch.randn(LARGE) * 1e-39,
+        torch.relu(torch.randn(LARGE)),
+    ]
+    tensors = [tensor.to(dtype) for tensor in (tensors if REAL or dtype is torch.bfloat16 else tensors[:3])]
+    wide = 8 if dtype is torch.float64 else len(tensors)
+    for few in (tensors[:wide], tensors[wide:]):
+        if few:
+            for summary, tensor in zip(swept(few, level=level), few, strict=True):
+                assert_like_the_cpu(summary, tensor, level=level)
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e-300, 1e-310, 1e-160, 1e155] if REAL else [1e300, 1e-310])
+def test_squares_that_leave_the_range_of_float64_do_no_harm(scale):
+    tensor = torch.randn(LARGE, dtype=torch.float64) * scale
+    for level in ("moments", "full"):
+        [summary] = swept([tensor], level=level)
+        assert_like_the_cpu(summary, tensor, level=level)
+
+
+def test_slots_are_empty_again_after_they_were_gathered():
+    stream = torch.cuda.current_stream().cuda_stream if REAL else 0
+    slots = Slots(DEVICE, "full", stream)
+    for step in range(3):
+        tensor = torch.randn(300 + step) * 2.0 ** (20 * step)
+        there = tensor.to(DEVICE)
+        slots.start(0, there)
+        [numbers] = Numbers.read(slots.gather(1), lambda *parts: [part.cpu().numpy() for part in parts])
+        assert_like_the_cpu(numbers.summary("float32", tuple(tensor.shape)), tensor)
