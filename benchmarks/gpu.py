@@ -1,46 +1,79 @@
-"""What recording costs on a GPU: 24-layer Llama, 1.3B parameters, bfloat16, random weights.
+"""What recording costs on a GPU: 24-layer Llama, 1.3 B parameters, bfloat16, random weights.
 
-    PYTHONPATH=src python3 -m benchmarks.gpu [ROUNDS]
+    PYTHONPATH=src python3 -m benchmarks.gpu [ROUNDS] [naive]
 
-A lap is the second forward of a recording, until the device has finished it (`torch.cuda.synchronize`): that is what
-the model feels. What is then still to do, on the way to memory or disk, is waited for afterwards and told apart.
-4 x 2048 tokens keep the device busy; at 1 x 512 the forward waits for Python, so every microsecond of a hook counts.
+A lap is a few steps back to back, until the model's own stream has finished them: that is what the model feels. What is
+still on its way to the host then is waited for outside the lap. 4 x 2048 tokens keep the device busy; at 1 x 512 tokens
+and at one token the forward waits for Python, so every microsecond of a hook counts. `naive` times what scripts do too.
 """
 
 from __future__ import annotations
 
-import shutil
-import statistics
 import sys
-import tempfile
-import time
-from collections import defaultdict
 from contextlib import ExitStack
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import layerscope as ls
 from benchmarks.llama import large
 from benchmarks.timing import interleave, machine, stopwatch, table
+from layerscope.recorder.lanes import lane_of
 
 LAYERS = "model.layers.*"
 EVERYTHING = ["**:input", "**:output", ".:output"]
 
 
-def compare(model, ids, folder, *, rounds):
-    """Time the variants on these tokens and return the rows, and what was still to do after each lap."""
-    runs = iter(range(10**6))
-    rest = defaultdict(list)
+class Case(NamedTuple):
+    """A step to be timed, and how many of them make a lap."""
 
-    def plain():
-        return model(input_ids=ids, use_cache=False)
+    name: str
+    shape: tuple[int, int]
+    train: bool
+    steps: int
 
-    def timed(forward):
+
+CASES = (
+    Case("prefill 4 x 2048", (4, 2048), False, 3),
+    Case("train 4 x 2048", (4, 2048), True, 2),
+    Case("prefill 1 x 512", (1, 512), False, 10),
+    Case("one token", (1, 1), False, 10),
+)
+
+RECORDED = {
+    "24 layers, tensors on the host": (LAYERS, {}),
+    "24 layers, full statistics": (LAYERS, {"keep": "summary"}),
+    "every input and output, moments": (EVERYTHING, {"keep": "summary", "statistics": "moments"}),
+    "every input and output, full statistics": (EVERYTHING, {"keep": "summary"}),
+    "every input and output, schedule off": (EVERYTHING, {"keep": "summary", "when": "steps(1000000)"}),
+}
+
+
+def eight(x):
+    """What a monitoring script takes of a tensor, one operation after the other."""
+    return x.mean(), x.std(), x.min(), x.max(), x.abs().mean(), x.norm(), x.isnan().sum(), (x == 0).sum()
+
+
+NAIVE = {"hook: .cpu()": torch.Tensor.cpu, "hook: .clone()": torch.Tensor.clone, "hook: eight statistics": eight}
+
+
+def compare(model, case, *, rounds, naive):
+    """Time the variants of one case and return the rows."""
+    ids = torch.randint(0, 32000, case.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+
+    def step():
+        if not case.train:
+            with torch.no_grad():
+                return model(input_ids=ids, use_cache=False)
+        model.zero_grad(set_to_none=True)
+        return model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    def lap():
         torch.cuda.synchronize()
         watch = stopwatch()
-        forward()
-        torch.cuda.synchronize()
+        for _ in range(case.steps):
+            step()
+        torch.cuda.current_stream().synchronize()
         return watch()
 
     def hooked(keep):
@@ -50,68 +83,41 @@ def compare(model, ids, folder, *, rounds):
                 for layer in model.model.layers:
                     hook = layer.register_forward_hook(lambda m, a, out: kept.append(keep(first(out).detach())))
                     stack.callback(hook.remove)
-                return timed(plain)
+                return lap()
 
         return run
 
-    def recorded(name, taps, *, disk=False, **options):
+    def recorded(taps, options):
         def run():
-            to = folder / str(next(runs)) if disk else None
-            with ls.record(model, taps, to=to, weights=False, **options) as rec:
-                plain()
+            with ls.record(model, taps, weights=False, **options) as rec:
+                step()
                 rec.flush()
-                lap = timed(plain)
-                began = time.perf_counter()
-                rec.flush()
-                rest[name].append(time.perf_counter() - began)
+                taken = lap()
             lost = [*rec.completeness.dropped, *(rec.completeness.missing if "when" not in options else [])]
             if lost:
-                print(f"! {name}: {len(lost)} points incomplete, the first: {lost[0]}")
-            if disk:
-                shutil.rmtree(to)
-            return lap
+                print(f"! {len(lost)} points incomplete, the first: {lost[0]}")
+            return taken
 
         return run
 
-    variants = {
-        "plain": lambda: timed(plain),
-        "hook: .cpu()": hooked(torch.Tensor.cpu),
-        "hook: .clone()": hooked(torch.Tensor.clone),
-    }
-    for name, taps, options in (
-        ("record: 24 layers, tensors in memory", LAYERS, {}),
-        ("record: 24 layers, full statistics", LAYERS, {"keep": "summary"}),
-        ("record: 24 layers, tensors and full statistics to disk", LAYERS, {"disk": True}),
-        ("record: every input and output, moments", EVERYTHING, {"keep": "summary", "statistics": "moments"}),
-        ("record: every input and output, full statistics", EVERYTHING, {"keep": "summary"}),
-        ("record: every input and output, schedule not due", EVERYTHING, {"keep": "summary", "when": "steps(1000)"}),
-    ):
-        variants[name] = recorded(name, taps, **options)
-    return interleave(variants, against="plain", rounds=rounds), rest
+    variants = {"plain": lap}
+    variants |= {name: hooked(keep) for name, keep in NAIVE.items() if naive}
+    variants |= {name: recorded(*wanted) for name, wanted in RECORDED.items()}
+    return interleave(variants, against="plain", rounds=rounds, warmup=3)
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 21
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to measure here")
         return
-    shm = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(dir=shm if shm.is_dir() else None))
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {machine()}, runs in {folder.parent}\n")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {machine()}\n")
     model = large()
-    with torch.no_grad():
-        for shape in ((4, 2048), (1, 512)):
-            ids = torch.randint(0, 32000, shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-            rows, rest = compare(model, ids, folder, rounds=rounds)
-            print(table(f"One forward, 24-layer Llama 1.3B bfloat16, {shape[0]} x {shape[1]} tokens", rows))
-            for name, seconds in rest.items():
-                print(f"still to do after the lap, {name.removeprefix('record: ')}: {median_ms(seconds)} ms")
-            print(flush=True)
-    shutil.rmtree(folder)
-
-
-def median_ms(seconds):
-    return f"{statistics.median(seconds) * 1e3:.1f}"
+    for case in CASES:
+        rows = compare(model, case, rounds=rounds, naive="naive" in sys.argv)
+        print(table(f"{case.name} tokens, laps of {case.steps} steps", rows), flush=True)
+    pinned = lane_of(torch.device("cuda", torch.cuda.current_device())).pinned
+    print(f"page-locked memory: {0 if pinned is None else pinned.total >> 20} MiB")
 
 
 def first(value):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, values
-from layerscope.stats.device import Numbers, Slots
+from layerscope.stats.device import Gathered, Slots
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where it plays the device's arithmetic
 
@@ -26,7 +26,7 @@ def swept(tensors, *, level="full"):
     for index, tensor in enumerate(there):
         slots.start(index, tensor)
     sheet = slots.gather(len(there))
-    numbers = Numbers.read(sheet, lambda *parts: [part.cpu().numpy() for part in parts])
+    numbers = Gathered.read(sheet, lambda *parts: [part.cpu().numpy() for part in parts])
     return [
         one.summary(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for one, tensor in zip(numbers, tensors, strict=True)
@@ -79,5 +79,5 @@ def test_slots_are_empty_again_after_they_were_gathered():
         tensor = torch.randn(300 + step) * 2.0 ** (20 * step)
         there = tensor.to(DEVICE)
         slots.start(0, there)
-        [numbers] = Numbers.read(slots.gather(1), lambda *parts: [part.cpu().numpy() for part in parts])
+        [numbers] = Gathered.read(slots.gather(1), lambda *parts: [part.cpu().numpy() for part in parts])
         assert_like_the_cpu(numbers.summary("float32", tuple(tensor.shape)), tensor)

@@ -14,8 +14,8 @@ import layerscope as ls
 import zoo
 from asserts import assert_same_bits
 from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, values
-from layerscope.recorder import devices
-from layerscope.recorder.devices import Statistics, arriving
+from layerscope.recorder.devices import Statistics
+from layerscope.recorder.lanes import arriving, lane_of
 from layerscope.stats import summarize
 
 pytestmark = [
@@ -141,6 +141,19 @@ def test_a_device_without_kernels_says_so_and_goes_on(monkeypatch, caplog):
 # Copies -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["flown", "carried"])
+def lane(request, monkeypatch):
+    """The device's lane, with page-locked memory to fly to, or without."""
+    lane = lane_of(torch.device("cuda", 0))
+    if request.param == "carried":
+        monkeypatch.setattr(lane, "pinned", None)
+        return lane
+    for size in [40 << 20, 70 << 20, 16 << 20, *[60 << 20] * 4]:
+        lane.pinned.room(size)
+    lane.pinned.grow()
+    return lane
+
+
 def model_on_device(dtype=torch.float32):
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(64, 64), nn.Tanh()]
@@ -252,7 +265,7 @@ def test_the_forward_does_not_wait_for_the_device(keep):
     assert rec.completeness.records == 5
 
 
-def test_large_and_many_tensors_arrive():
+def test_large_and_many_tensors_arrive(lane):
     sizes = [40 << 20, 1, 0, 17, 16 << 20, *[1000] * 300, (16 << 20) + 1, 70 << 20]
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in sizes]
     hosts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -261,14 +274,52 @@ def test_large_and_many_tensors_arrive():
         assert torch.equal(arrival(), tensor.cpu())
 
 
-def test_a_full_device_makes_the_caller_wait_and_loses_nothing(monkeypatch):
-    lane = devices._lane(torch.device("cuda", 0))
-    monkeypatch.setattr(lane, "_most", 1 << 20)
-    tensors = [torch.randn(300_000, device="cuda") for _ in range(20)]
-    arrivals = [arriving(tensor, lambda: torch.empty(300_000)) for tensor in tensors]
+def test_a_full_device_makes_the_caller_wait_and_loses_nothing(lane, monkeypatch):
+    monkeypatch.setattr(lane, "_most", 8 << 20)
+    tensors = [torch.randn(800_000, device="cuda") for _ in range(20)]
+    arrivals = [arriving(tensor, lambda: torch.empty(800_000)) for tensor in tensors]
+    assert lane._held <= 8 << 20
     for tensor, arrival in zip(tensors, arrivals, strict=True):
         assert_same_bits(arrival(), tensor.cpu())
-    assert lane._held <= 300_000 * 4
+
+
+def test_what_flies_is_used_again_only_after_it_has_landed():
+    lane = lane_of(torch.device("cuda", 0))
+    lane.pinned.room(1)
+    lane.pinned.grow()
+    tensors = [torch.full((400_000,), float(i), device="cuda") for i in range(200)]
+    asleep()
+    for tensor in tensors:
+        arriving(tensor, lambda: torch.empty(400_000))  # nobody waits for it, and its memory must not be given away
+    last = [arriving(tensor, lambda: torch.empty(400_000)) for tensor in tensors[:20]]
+    assert [arrival().unique().tolist() for arrival in last] == [[float(i)] for i in range(20)]
+
+
+def test_a_thousand_steps_of_a_busy_device_are_recorded_to_the_bit():
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4)).cuda()
+
+    def forward(model, x):
+        for layer in model.layers:
+            x += layer(x).tanh_()  # in place, and x is what the layer before returned or was given
+        return x
+
+    model = zoo.Holder(forward, layers=layers)
+    taken = []
+    hooks = [layer.register_forward_hook(lambda m, a, out: taken.append(out.clone())) for layer in layers]
+    with torch.no_grad(), ls.record(model, "layers.*", keep="both") as rec:
+        for step in range(1000):
+            if step % 100 == 0:
+                asleep(0.05)
+            model(torch.randn(64, 256, device="cuda"))
+    for hook in hooks:
+        hook.remove()
+    run = rec.run
+    assert rec.completeness.records == 4000
+    for step in range(1000):
+        for number in range(4):
+            kept = run.tensor(f"layers.{number}", step=step)
+            assert_same_bits(kept, taken[4 * step + number].cpu())
 
 
 def test_a_small_budget_does_not_lock_hook_and_writer(tmp_path):
@@ -280,7 +331,8 @@ def test_a_small_budget_does_not_lock_hook_and_writer(tmp_path):
     assert rec.completeness.records >= 5 * 6 * 3
 
 
-def test_memory_of_the_host_is_free_again_only_after_the_arrival():
+def test_memory_of_the_host_is_free_again_only_after_the_arrival(monkeypatch):
+    monkeypatch.setattr(lane_of(torch.device("cuda", 0)), "pinned", None)
     tensor = torch.ones(1000, device="cuda")
     host = torch.zeros(1000)
     woken = asleep()

@@ -5,7 +5,7 @@
 
 Copies run on one thread: with torch's intra-op threads on a busy machine the same copy was 24 times slower. Memory
 comes in huge pages, because the first touch of fresh 4 KiB pages costs five times the copy itself. What lies on an
-accelerator is `devices.py`'s.
+accelerator is `lanes.py`'s.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from layerscope.errors import Unsupported
-from layerscope.recorder.devices import arriving
+from layerscope.recorder.lanes import arriving
 from layerscope.stats.bits import lying
 
 __all__ = ["Arena", "Lease", "Pool", "dtype_name", "plain", "undisturbed"]
@@ -154,8 +154,7 @@ class Pool:
         arrival = arriving(tensor, room)
 
         def data() -> Bytes:
-            arrival()
-            return taken[0][:exact]
+            return arrival().reshape(-1).view(torch.uint8).numpy()
 
         return Lease(data, lambda: arrival.then(lambda: self._give(taken)))
 

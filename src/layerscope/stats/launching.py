@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["ANY", "INTERPRETED", "Launch", "constant", "jit", "launching", "tl", "why_not"]
+__all__ = ["ANY", "FUSED", "INTERPRETED", "Launch", "constant", "jit", "launching", "tl", "why_not"]
 
 # Imported as Any, and only where it is installed: what Triton compiles is not Python to a type checker.
 try:
@@ -33,6 +33,7 @@ except ImportError as missing:
     _absent = f"Triton is not installed ({missing})"
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+FUSED = {"enable_fp_fusion": True}  # a product and a sum in one rounding, said because Triton's default is to change
 ANY = (1 << 40) + 1  # stands for a number that is 64 bits wide and, to Triton, a multiple of nothing
 
 Launch: TypeAlias = Callable[..., None]  # programs, stream, the kernel's arguments; a pointer is an address
@@ -65,7 +66,7 @@ def launching(kernel: Any, device: torch.device, *signature: Any, **options: Any
     if INTERPRETED:
         return _interpreting(kernel, signature)
     with torch.cuda.device(device):
-        compiled = kernel.warmup(*signature, grid=(1,), **options)
+        compiled = kernel.warmup(*signature, grid=(1,), **FUSED, **options)
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
     def launch(programs: int, stream: int, *arguments: Any) -> None:

@@ -3,7 +3,7 @@
     slots = Slots(device, "full", stream)      # room for the numbers of several tensors
     slots.start(0, tensor)                     # one launch on the model's stream
     sheet = slots.gather(1)                    # one more, for all of them
-    Numbers.read(sheet, bring)[0].summary("bfloat16", (4, 8))   # `bring` copies from the device, when it is time
+    Gathered.read(sheet, bring)[0].summary("bfloat16", (4, 8))   # `bring` copies from the device, when it is time
 
 Counts, extremes, fingerprints and sketch are those of the CPU to the last bit. Each program of the launch adds up the
 distance from a mean it has scouted, floats of up to 32 bits eight or four at a time in float32 and these sums in
@@ -11,7 +11,7 @@ float64, and Chan's formula joins the programs: mean (relative to the mean magni
 the CPU's, and within 1e-9 for every other dtype.
 """
 
-from layerscope.stats.device.numbers import Numbers
+from layerscope.stats.device.numbers import Gathered, Numbers
 from layerscope.stats.device.slots import Level, Sheet, Slots, prepare, takes
 
-__all__ = ["Level", "Numbers", "Sheet", "Slots", "prepare", "takes"]
+__all__ = ["Gathered", "Level", "Numbers", "Sheet", "Slots", "prepare", "takes"]

@@ -1,6 +1,6 @@
 """What a device leaves, read as the summaries it stands for.
 
-Numbers.read(sheet, bring)[0].summary("bfloat16", (4, 8))   # `bring` copies from the device, when it is time
+Gathered.read(sheet, bring)[0].summary("bfloat16", (4, 8))   # `bring` copies from the device, when it is time
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from layerscope.stats.device.slots import Sheet
 from layerscope.stats.sketch import LOWEST, STEPS, Sketch
 from layerscope.stats.summary import Summary
 
-__all__ = ["Numbers"]
+__all__ = ["Gathered", "Numbers"]
 
 
 class _Buckets(NamedTuple):
@@ -47,18 +47,6 @@ class Numbers(NamedTuple):
     head: Array
     buckets: _Buckets | None
 
-    @classmethod
-    def read(cls, sheet: Sheet, bring: Callable[..., list[Array]]) -> list[Numbers]:
-        """Have a sheet's heads brought to the host, and of the lists as much as there is."""
-        [heads] = bring(sheet.heads)
-        if not sheet.lists.numel():
-            return [cls(head, None) for head in heads]
-        listed = int(heads[:, 13].sum())
-        places, counts = bring(sheet.lists[0, :listed], sheet.lists[1, :listed])
-        wide = sheet.lists.shape[1] // len(heads) > 1 << 15
-        parts = [slice(begin, begin + size) for size, begin in heads[:, 13:15].tolist()]
-        return [cls(head, _Buckets(places[part], counts[part], wide)) for head, part in zip(heads, parts, strict=True)]
-
     def summary(self, dtype: str, shape: tuple[int, ...]) -> Summary:
         """Make the summary of the tensor that was swept."""
         whole, real = self.head.tolist(), self.head.view(np.float64).tolist()
@@ -80,6 +68,37 @@ class Numbers(NamedTuple):
             None if self.buckets is None else self.buckets.sketch(finite),
             whole[10] % 2**64 if full else None, whole[11] % 2**64 if full else None,
         )  # fmt: skip
+
+
+class Gathered:
+    """The numbers of all tensors on a sheet; each is taken apart when it is asked for."""
+
+    def __init__(self, heads: Array, places: Array | None, counts: Array | None, *, wide: bool) -> None:
+        self._heads = heads
+        self._places = places
+        self._counts = counts
+        self._wide = wide
+
+    @classmethod
+    def read(cls, sheet: Sheet, bring: Callable[..., list[Array]]) -> Gathered:
+        """Have a sheet's heads brought to the host, and of the lists as much as there is."""
+        [heads] = bring(sheet.heads)
+        if not sheet.lists.numel():
+            return cls(heads, None, None, wide=False)
+        listed = int(heads[:, 13].sum())
+        places, counts = bring(sheet.lists[0, :listed], sheet.lists[1, :listed])
+        return cls(heads, places, counts, wide=sheet.lists.shape[1] // len(heads) > 1 << 15)
+
+    def __len__(self) -> int:
+        return len(self._heads)
+
+    def __getitem__(self, index: int) -> Numbers:
+        head = self._heads[index]
+        if self._places is None or self._counts is None:
+            return Numbers(head, None)
+        size, begin = head[13:15].tolist()
+        part = slice(begin, begin + size)
+        return Numbers(head, _Buckets(self._places[part], self._counts[part], self._wide))
 
 
 def _scaled(value: float, power: int) -> float:

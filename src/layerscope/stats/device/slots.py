@@ -81,7 +81,7 @@ class Slots:
     """
 
     def __init__(self, device: torch.device, level: Level, stream: int, *, wide: bool = False) -> None:
-        self.size = 8 if wide else 128
+        self.size = 8 if wide else 128 if level == "full" else 512
         self._full = level == "full"
         self._buckets = _buckets(level, wide=wide)
         self._device = device

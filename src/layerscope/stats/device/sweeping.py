@@ -260,11 +260,11 @@ def sweep(
     for at in tl.range(start, whole, tile, loop_unroll_factor=2):  # two loads under way instead of one
         raw = tl.load(items + at + lanes)
         bits = _bits(raw, worth, kind)
-        value = _values(bits, scale, kind) if wide else bits.to(tl.float32, bitcast=True)
-        distance = value - centre
-        sums += tl.sum(distance, 1)
-        squares += tl.sum(distance * distance, 1)
-        magnitude += tl.sum(tl.abs(value), 1)
+        item = _values(bits, scale, kind) if wide else bits.to(tl.float32, bitcast=True)
+        away = item - centre
+        sums += tl.sum(away, 1)
+        squares += tl.sum(away * away, 1)
+        magnitude += tl.sum(tl.abs(item), 1)
         signed = tl.maximum(signed, tl.max(bits.to(integer, bitcast=True), 1))
         largest = tl.maximum(largest, tl.max(bits, 1))
         smallest = tl.minimum(smallest, tl.min(bits, 1))

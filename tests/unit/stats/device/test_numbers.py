@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layerscope.stats import summarize
-from layerscope.stats.device import Numbers, Sheet
+from layerscope.stats.device import Gathered, Sheet
 
 
 def left_by_a_device(values, *, wide=False, power=0):
@@ -45,7 +45,7 @@ def read(*parts, wide=False, full=True):
     if full:
         lists[:, :at] = torch.from_numpy(np.stack(listed))
     sheet = Sheet(torch.from_numpy(np.stack(heads)), lists)
-    return Numbers.read(sheet, lambda *tensors: [tensor.numpy().copy() for tensor in tensors])
+    return Gathered.read(sheet, lambda *tensors: [tensor.numpy().copy() for tensor in tensors])
 
 
 @pytest.mark.parametrize(
