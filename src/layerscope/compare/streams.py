@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from layerscope.store.dtypes import stored
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PART", "Part", "Stream", "Values", "pairs", "stream"]
+__all__ = ["PART", "Part", "Stream", "Values", "elsewhere", "pairs", "stream"]
 
 PART = 1 << 19  # elements: so many that what Python does for each part does not show
 
@@ -83,11 +83,23 @@ class Stream:
 
 
 def stream(side: Values | torch.Tensor | Array) -> Stream:
-    """Make a stream of one side; refuses, with the reason, what has no plain values."""
+    """Make a stream of one side; refuses, with the reason, what has no plain values.
+
+    Of a tensor on a device it is the stream of a copy, which is made when it is read.
+    """
     if isinstance(side, Values):
         return _stored(side)
+    if elsewhere(side):
+        dtype = str(side.dtype).removeprefix("torch.")
+        item_of(dtype)
+        return Stream(dtype, _counted(dtype, tuple(side.shape)), lambda: _parts(read(side.detach().cpu())))
     bits = read(side)
     return Stream(bits.dtype, _counted(bits.dtype, bits.shape), lambda: _parts(bits))
+
+
+def elsewhere(side: object) -> TypeGuard[torch.Tensor]:
+    """Whether this is a tensor whose values lie in the memory of a device."""
+    return getattr(getattr(side, "device", None), "type", "cpu") not in ("cpu", "meta")  # numpy's is a plain text
 
 
 def pairs(reference: Stream, candidate: Stream) -> Iterator[tuple[Part, Part]]:

@@ -271,6 +271,15 @@ def test_packed_float4_is_compared_value_by_value():
     assert measure(packed, packed.clone()).bitwise
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64, torch.float4_e2m1fn_x2], ids=str)
+def test_a_tensor_elsewhere_that_no_kernel_takes_is_measured_on_a_copy(dtype, monkeypatch):
+    r, c = some(dtype, (3, 5, 66), seed=1), some(dtype, (3, 5, 66), seed=2)
+    expected = measure(r, c)
+    monkeypatch.setattr(streams, "elsewhere", lambda side: True)
+    monkeypatch.setattr(MEASURING, "elsewhere", lambda side: True)
+    assert measure(r, c) == expected
+
+
 def test_shapes_that_differ_are_refused_with_both():
     with pytest.raises(Unsupported, match=r"reference has shape \[2, 3\] and the candidate \[3, 2\]"):
         measure(torch.ones(2, 3), torch.ones(3, 2))
