@@ -322,13 +322,13 @@ def test_help_has_examples_and_imports_no_torch(fresh):
 SLOW = """
 import sys, time
 from layerscope.cli import main
-from layerscope.compare import planning
-measure = planning.measure
+from layerscope.compare import jobs
+measure = jobs.measure
 def slowly(*sides, **how):
     sys.stderr.write("measuring\\n")
     time.sleep(0.2)
     return measure(*sides, **how)
-planning.measure = slowly
+jobs.measure = slowly
 main(sys.argv[1:])
 """
 

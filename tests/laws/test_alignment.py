@@ -5,7 +5,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerscope.compare.alignment import Seen, align, pair_moments
+from layerscope.compare.alignment import Seen, align
+from layerscope.compare.moments import pair_moments
 from layerscope.compare.rules import Rule, parse_rules
 from layerscope.errors import BadText
 from layerscope.points import SIDES, Moment, Point, escape

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from layerscope.compare.floors import ESTIMATED, Noise, rounding
+from layerscope.compare.jobs import Job
 from layerscope.compare.metrics import Metrics
-from layerscope.compare.planning import Job, Plan, Records, fitting
+from layerscope.compare.planning import Plan, Records, fitting
 from layerscope.compare.resuming import Memory, place, stamp
 from layerscope.compare.rows import Against, Comparison, Row
 from layerscope.compare.rules import Rule, parse_rules
@@ -74,6 +75,8 @@ def compare(
     with Memory(_memory([trusted, *others, *quiet]) if resume else None) as memory:
         _run([*plans, *floors], memory, threads=threads or _cores(), tell=tell or (lambda what, done, total: None))
         resumed = memory.resumed
+    for plan in (*plans, *floors):
+        plan.follow_choices()
     said = [f"{resumed:,} pairs were measured before the interruption"] if resumed else []
     said += [
         f"{len(plan.unread):,} records of the noise run {plan.right.run.address} cannot be read"

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 
-from layerscope.compare.alignment import Alignment, Pair, Seen, align, pair_moments
+from layerscope.compare.alignment import Alignment, Pair, Seen, align
 from layerscope.compare.floors import Key, Noise, Step, rounding, step_of
-from layerscope.compare.masks import masked, unmasked
-from layerscope.compare.measure import Values, measure
+from layerscope.compare.jobs import Job
+from layerscope.compare.likeness import Likeness, form_of
 from layerscope.compare.metrics import Metrics
+from layerscope.compare.moments import pair_moments
+from layerscope.compare.ordering import Followed, follow_choices
 from layerscope.compare.routing import Flips, changed, flips
 from layerscope.compare.rules import Rule
 from layerscope.compare.statistics import by_statistics
@@ -26,7 +28,11 @@ from layerscope.errors import LayerscopeError, NoSuchPoint
 from layerscope.points import Moment, Point
 from layerscope.store import Entry, Reader
 
-__all__ = ["Job", "Plan", "Records", "fitting"]
+__all__ = ["Plan", "Records", "fitting"]
+
+# What these record after the fact has the leaves of the artefact, which need not be those of the source.
+_RENUMBERING = frozenset({"torchscript", "export", "onnx"})
+_VANISHED = "compilers fold what does not depend on the inputs into constants, and leave out what nobody uses"
 
 
 class Records:
@@ -51,7 +57,13 @@ class Records:
     @property
     def seen(self) -> list[Seen]:
         """The points, as alignment takes them."""
-        return [Seen(point, next(iter(of.values())).shape, len(of)) for point, of in self.of.items()]
+        first = self.first
+        return [Seen(point, first[point].shape, len(of), form_of(first[point])) for point, of in self.of.items()]
+
+    @cached_property
+    def first(self) -> dict[Point, Entry]:
+        """The first record of each point."""
+        return {point: next(iter(of.values())) for point, of in self.of.items()}
 
 
 def fitting(rules: Sequence[Rule], left: Records, rights: Sequence[Records]) -> list[tuple[Records, Sequence[Rule]]]:
@@ -89,50 +101,6 @@ def _only(alignment: Alignment, asked: Collection[Point] | None) -> Alignment:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """One pair at one moment, to be measured."""
-
-    pair: Pair
-    reference: Entry
-    candidate: Entry
-    method: str
-
-    @property
-    def key(self) -> Key:
-        """The reference's point and moment."""
-        return self.reference.point, self.reference.moment
-
-    @property
-    def nbytes(self) -> int:
-        """How much is read for it."""
-        return self.reference.nbytes + self.candidate.nbytes
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Both shapes, of what is to be compared of them."""
-        return _cut(self.reference, self.pair.reference_cut), _cut(self.candidate, self.pair.candidate_cut)
-
-    def measured(self, *, threads: int = 1) -> Metrics:
-        """Measure both sides; once more, with the masked values left out, where there are such."""
-        metrics = measure(*self._sides(self.reference, self.candidate), threads=threads)
-        if not masked(metrics):
-            return metrics
-        return measure(*self._sides(unmasked(self.reference), unmasked(self.candidate)), threads=threads)
-
-    def _sides(self, reference: Entry, candidate: Entry) -> tuple[Values, Values]:
-        shape, other = self.shapes
-        right = shape if self.pair.flat and shape != other else None
-        return Values(reference, self.pair.reference_cut), Values(candidate, self.pair.candidate_cut, right)
-
-    def __str__(self) -> str:
-        """Name the pair for the memory of an interrupted comparison."""
-        cuts = f"{self.pair.reference_cut} {self.pair.candidate_cut} {self.pair.flat}"
-        return (
-            f"{self.reference.point} {self.reference.moment!r} {self.candidate.point} {self.candidate.moment!r} {cuts}"
-        )
-
-
 class Plan:
     """What of one run is measured against the reference, and what came of it."""
 
@@ -140,11 +108,13 @@ class Plan:
         self, left: Records, right: Records, rules: Sequence[Rule], asked: Collection[Point] | None = None
     ) -> None:
         self.left, self.right = left, right
-        self.alignment = _only(align(left.seen, right.seen, rules=rules), asked)
+        apart = Likeness(left.first, right.first) if _renumbered(left.run, right.run) else None
+        self.alignment = _only(align(left.seen, right.seen, rules=rules, apart=apart), asked)
         self.jobs: list[Job] = []
         self.told: list[Measured] = []  # what is not measured, and why
         self.found: dict[Job, Metrics] = {}
         self.unread: dict[Job, str] = {}
+        self.followed: dict[Job, Followed] = {}
         for pair in self.alignment.pairs:
             self._plan(pair)
         self.jobs.sort(key=lambda job: left.order[job.key])
@@ -195,7 +165,7 @@ class Plan:
                     job.method,
                     metrics=self.found.get(job),
                     kind="missing",
-                    because=self.unread.get(job, ""),
+                    because=self.unread.get(job) or self._followed(job),
                     weights_differ=point.name in differing,
                     rounded=max(map(rounding, self._dtypes(job))),
                 )
@@ -206,13 +176,32 @@ class Plan:
     def _lonely(self) -> Iterator[Measured]:
         lost = {Point.parse(m.point): m.reason for m in self.right.run.missing}
         for point, why in self.alignment.only_reference:
-            moment = next(iter(self.left.of[point]))
+            moment = self.left.first[point].moment
             if point in lost:
                 yield Measured(point, moment, None, "", kind="missing", because=f"the candidate lost it: {lost[point]}")
+            elif self._vanished(point):
+                why = f"{self.right.run.manifest.runtime} has nothing of this module: {_VANISHED}"
+                yield Measured(point, moment, None, "", kind="missing", because=why)
             else:
                 yield Measured(point, moment, None, "", because=why)
         for point, why in self.alignment.only_candidate:
-            yield Measured(point, next(iter(self.right.of[point])), None, "", because=why, reference_has=False)
+            yield Measured(point, self.right.first[point].moment, None, "", because=why, reference_has=False)
+
+    def _vanished(self, point: Point) -> bool:
+        """Tell whether nothing is left, in an artefact that was asked for the same, of a module of the reference."""
+        mine, theirs = self.left.run.manifest, self.right.run.manifest
+        return _renumbered(self.right.run) and mine.taps == theirs.taps and point.name not in self._modules
+
+    @cached_property
+    def _modules(self) -> set[str]:
+        """The modules of the reference of which something has a partner, or could have one."""
+        lonely = {point.name for point, _ in self.alignment.only_candidate}
+        return lonely | {pair.reference.name for pair in self.alignment.pairs}
+
+    def follow_choices(self) -> None:
+        """Measure once more what lies in the order of choices, where the candidate lists them in another."""
+        self.followed = follow_choices(self.found)
+        self.found |= {job: followed.metrics for job, followed in self.followed.items()}
 
     def rerouted(self) -> dict[Step, frozenset[int]]:
         """Return the tokens of each step for which a choice came out otherwise."""
@@ -243,7 +232,12 @@ class Plan:
                 found = flips(job.reference.tensor(), job.candidate.tensor(), scores.tensor(), error=error)
                 if found is not None:
                     return found
-        return Flips(changed(job.reference.tensor(), job.candidate.tensor()), 0, math.nan)
+        other = changed(job.reference.tensor(), job.candidate.tensor())
+        scored = not other and any(followed.choice is job for followed in self.followed.values())
+        return Flips(other, 0, 0.0 if scored else math.nan)
+
+    def _followed(self, job: Job) -> str:
+        return f"read in the order of {self.followed[job].choice.reference.point}" if job in self.followed else ""
 
     def _error_of(self, key: Key, noise: Sequence[Noise]) -> float:
         """Return the error to be expected of scores: what the noise runs show, and at least their own rounding."""
@@ -263,9 +257,9 @@ class Plan:
         return max(map(rounding, self.dtypes))
 
 
-def _cut(entry: Entry, cut: tuple[int, int] | None) -> tuple[int, ...]:
-    shape = entry.shape or ()
-    return shape if cut is None else (*shape[:-1], cut[1] - cut[0])
+def _renumbered(*runs: Reader) -> bool:
+    """Tell whether the names of leaves are those of a compiler, in one of the runs."""
+    return any(run.manifest.runtime in _RENUMBERING for run in runs)
 
 
 def _not_measurable(job: Job) -> Measured | None:

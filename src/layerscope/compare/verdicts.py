@@ -39,7 +39,7 @@ _INDEPENDENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One aligned pair at one moment, measured or not; `because` says why not, or what was odd about the pairing.
+    """One aligned pair at one moment, measured or not; `because` says why not, or what was odd about measuring it.
 
     Without metrics, `kind` is what the row is: `missing`, `unpaired`, or `same` and the like where statistics alone
     were kept. `rounded` is the rounding of the coarser dtype of the two.
@@ -113,11 +113,12 @@ class _Court:
             self._floor = known.floor
         ratio = metrics.relative_l2 / known.floor.error if known.floor.error else math.nan
         kind, because = self._kind(one, metrics, known, step)
+        because = f"{because}; {one.because}" if one.because else because
         if kind == "root":
             kind, because = self._whose(one, because, step)
         elif kind == "nonfinite":
             kind, because = self._whose(one, because, step, own="nonfinite")
-        row = self._made(one, kind, because, known.floor, ratio)
+        row = self._made(one, kind, because, known.floor, None if _whole_numbers(metrics) else ratio)
         self._remember(row, step)
         return row
 
@@ -186,7 +187,6 @@ class _Court:
                 said = f"the same numbers in another order, in {m.sets.reordered:,} of {m.sets.rows:,} rows"
                 if flips is None or not flips.scored:  # token ids, say: their order matters
                     return "root", said
-                step.flipped = step.flipped or f"the choices at {one.point.place} come in another order"
                 return "noise", f"{said}: choices, whose order the scores beside them decide"
             said = f"{m.sets.changed:,} of {m.sets.rows:,} choices differ"
             if flips is not None and flips.at_near_ties:

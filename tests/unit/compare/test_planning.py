@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from layerscope.compare.floors import Noise, rounding
+from layerscope.compare.jobs import Job
 from layerscope.compare.measure import measure
-from layerscope.compare.planning import Job, Plan, Records, fitting
+from layerscope.compare.planning import Plan, Records, fitting
 from layerscope.compare.rules import Rule, parse_rules
 from layerscope.compare.verdicts import Measured
 from layerscope.errors import Damaged, NoSuchPoint
@@ -331,3 +332,71 @@ def test_a_run_on_disk_is_planned_like_one_in_memory(tmp_path, monkeypatch):
     writer.close()
     [job] = plan(open_run(tmp_path / "run"), run(("a", X))).jobs
     assert job.measured().bitwise
+
+
+# Artefacts ---------------------------------------------------------------------------------------
+
+LISTED = torch.tensor([[3, 1], [0, 3]])
+WORTH = torch.tensor([[0.6, 0.4], [0.7, 0.3]])
+RAW = torch.tensor([[0.1, 0.6, 0.2, 0.9], [0.8, 0.1, 0.2, 0.5]])
+ROUTER = (("gate[0]", RAW), ("gate[1]", WORTH), ("gate[2]", LISTED))
+
+
+def artefact(*records, runtime="torchscript", taps=("**",)):
+    return run(*records, manifest=Manifest(runtime=runtime, taps=list(taps)))
+
+
+@pytest.mark.parametrize("runtime", ["torchscript", "export", "onnx"])
+def test_the_leaves_of_an_artefact_are_paired_by_shape_and_kind(runtime):
+    found = plan(run(*ROUTER), artefact(("gate[0]", LISTED.int()), ("gate[1]", WORTH), runtime=runtime))
+    assert {(str(job.pair.reference), str(job.pair.candidate), job.method) for job in found.jobs} == {
+        ("gate:output[1]", "gate:output[1]", "leaves"),
+        ("gate:output[2]", "gate:output[0]", "leaves"),
+    }
+    assert all(job.measured().equal == job.measured().count for job in found.jobs)
+    [(point, kind, because)] = told(found)
+    assert (point, kind) == ("gate:output[0]", "unpaired")
+    assert "no leaf of this value holds floats [2, 4]" in because
+
+
+@pytest.mark.parametrize("runtime", ["eager", "torch.compile", "torchscript, taps compiled in", ""])
+def test_leaves_that_have_the_source_s_names_are_paired_by_them(runtime):
+    found = plan(run(*ROUTER), artefact(("gate[0]", RAW), ("gate[1]", WORTH * 2), runtime=runtime))
+    assert {job.method for job in found.jobs} == {"exact"}
+    other = plan(run(*ROUTER), artefact(("gate[0]", LISTED), ("gate[1]", WORTH), runtime=runtime))
+    assert ("gate:output[0]", "unpaired", "shapes differ, [2, 4] against [2, 2]") in told(other)
+
+
+def test_a_module_that_an_artefact_was_asked_for_and_has_nothing_of_is_missing():
+    one = artefact(("a", X), ("rotary[0]", X[0]), ("rotary[1]", X[0]), runtime="eager")
+    rows = told(plan(one, artefact(("a", X), runtime="onnx")))
+    assert [(point, kind) for point, kind, _ in rows] == [
+        ("rotary:output[0]", "missing"),
+        ("rotary:output[1]", "missing"),
+    ]
+    assert rows[0][2].startswith("onnx has nothing of this module: compilers fold what does not depend on the inputs")
+    unasked = told(plan(one, artefact(("a", X), runtime="onnx", taps=["a"])))
+    assert {kind for _, kind, _ in unasked} == {"unpaired"}
+    eager = told(plan(one, artefact(("a", X), runtime="eager")))
+    assert {kind for _, kind, _ in eager} == {"unpaired"}
+
+
+def test_scores_are_read_in_the_order_of_choices_that_the_candidate_lists_otherwise():
+    found = measured_of(
+        plan(run(*ROUTER), run(("gate[0]", RAW), ("gate[1]", WORTH.flip(1)), ("gate[2]", LISTED.flip(1))))
+    )
+    assert not found.found[found.jobs[1]].bitwise
+    found.follow_choices()
+    assert found.found[found.jobs[1]].bitwise
+    said = {str(one.point): one.because for one in found.measured()}
+    assert said["gate:output[1]"] == "read in the order of gate:output[2]"
+    assert said["gate:output[0]"] == said["gate:output[2]"] == ""
+
+
+def test_choices_whose_scores_follow_them_are_choices_without_logits_too():
+    turned = run(("gate[0]", WORTH.flip(1)), ("gate[1]", LISTED.flip(1)))
+    found = measured_of(plan(run(("gate[0]", WORTH), ("gate[1]", LISTED)), turned))
+    choice = next(one for one in found.measured() if str(one.point) == "gate:output[1]")
+    assert not found.ties(choice, ()).scored
+    found.follow_choices()
+    assert found.ties(choice, ()).scored

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from layerscope.compare import comparing, planning, resuming
+from layerscope.compare import comparing, jobs, resuming
 from layerscope.compare.comparing import compare
 from layerscope.compare.measure import measure
 from layerscope.compare.resuming import Memory, place, stamp
@@ -51,7 +51,7 @@ def counted(monkeypatch):
         counts.append(sides)
         return measure(*sides, **options)
 
-    monkeypatch.setattr(planning, "measure", counting)
+    monkeypatch.setattr(jobs, "measure", counting)
     return counts
 
 

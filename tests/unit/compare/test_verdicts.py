@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -686,3 +688,23 @@ def test_shapes_that_differ_are_a_difference_and_a_lone_point_is_none():
 def test_where_nothing_was_compared_nothing_is_the_same(rows):
     found = verdict(rows)
     assert (str(found), found.because) == ("differs", "nothing could be compared")
+
+
+def test_what_was_odd_about_measuring_a_pair_is_said_beside_its_kind():
+    one = replace(pair("experts.act", X, rounded()), because="read in the order of gate:output[2]")
+    assert only(one, noise=[noise_of(pair("experts.act", X, rounded(seed=9)))]).because.endswith(
+        "; read in the order of gate:output[2]"
+    )
+
+
+def test_whole_numbers_have_no_ratio_to_a_rounding():
+    close = pair("a", X, rounded(error=2.0**-24))
+    rows = judge([close, pair("gate[1]", CHOSEN, CHOSEN.flip(-1))], candidate="c", ties=tied(gap=0.0))
+    assert rows[1].ratio is None
+    assert verdict(rows).because.endswith("times its floor, at a")
+
+
+def test_choices_in_another_order_excuse_nothing_that_follows():
+    flat = torch.randn(64, 32, generator=torch.Generator().manual_seed(3))
+    rows = [pair("gate[1]", CHOSEN, CHOSEN.flip(-1)), pair("experts", flat, flat * 1.5)]
+    assert [row.kind for row in judge(rows, candidate="c", ties=tied(gap=0.0))] == ["noise", "root"]
