@@ -10,8 +10,9 @@ from triton.compiler import ASTSource
 from layerscope.stats.launching import ANY, FUSED
 
 POINTERS = {
-    torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16", torch.uint16: "*u16",
-    torch.int32: "*i32", torch.uint32: "*u32", torch.int64: "*i64", torch.uint64: "*u64", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8", torch.uint16: "*u16", torch.uint32: "*u32", torch.uint64: "*u64",
+    torch.float32: "*fp32", torch.float64: "*fp64",
 }  # fmt: skip
 
 
