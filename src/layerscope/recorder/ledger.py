@@ -61,7 +61,7 @@ class Ledger:
             _log.warning("a schedule raised %s: %s; the forward is not recorded", type(error).__name__, error)
 
     def ended(self, called: Iterable[str], *, failed: bool) -> None:
-        """Take down which modules a forward called."""
+        """Take down which modules a forward called, where something was due in it."""
         with self._lock:
             self._called.update(called)
             self.failed_forwards += failed

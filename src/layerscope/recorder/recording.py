@@ -161,12 +161,11 @@ class _Step(Step):
         return moment
 
 
-@dataclass(slots=True)
-class _Look:
+class _Look(weakref.ref[torch.Tensor]):
     """What was taken of one tensor; it holds for the same object at the same version, and no longer."""
 
-    ref: weakref.ref[torch.Tensor]
-    version: int
+    version: int = -1
+    wish: Wish | None = None  # that it was taken for, and may be asked for again
     copy: Callable[[], torch.Tensor] | None = None  # in memory, shared by every point that saw the tensor
     blob: Blob | None = None  # on its way to disk, for one record
     summary: Summary | Callable[[], Summary] | None = None
@@ -207,7 +206,6 @@ class Recording:
         self._note: Mapping[str, Any] | None = None
         self._tell_whole: Callable[[Point, Moment, object], None] | None = getattr(listener, "whole", None)
         self._whole = None if self._tell_whole is None else self._on_whole
-        self._paused = False
         self._memory: MemoryRun | None = None
         self._writer: Writer | None = None
         self._stack = ExitStack()
@@ -293,14 +291,6 @@ class Recording:
         self._note = note
         self._clock.set(epoch=epoch, step=step, batch=batch)
 
-    def pause(self) -> None:
-        """Let forwards pass, neither recorded nor counted, until `resume`: an evaluation in the middle of training."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """Record and count again."""
-        self._paused = False
-
     def flush(self) -> None:
         """Wait until everything recorded so far is safe: on disk and acknowledged, or arrived in memory."""
         if self._writer is not None:
@@ -317,7 +307,7 @@ class Recording:
         summary: Summary | Callable[[], Summary] | None = None,
     ) -> None:
         """Keep a tensor that a listener held back, at the moment it was seen, in place of what is recorded there."""
-        look = _Look(weakref.ref(tensor), -1)
+        look = _Look(tensor)
         with undisturbed():
             self._take(look, tensor, Wish(tensor=True))
         if self._writer is not None:
@@ -348,7 +338,7 @@ class Recording:
 
     def begin(self) -> Step:
         """Start a step, or go on with the one the caller has named."""
-        if self._paused or not (self._listener is None or self._listener.wants()):
+        if not (self._listener is None or self._listener.wants()):
             return _Step(Moment(), idle=True)
         moment = self._clock.begin()
         with self._lock:
@@ -372,11 +362,11 @@ class Recording:
         assert isinstance(step, _Step)
         step.looks.clear()
         self._devices.fetch()
-        self._ledger.ended(step.calls, failed=failed)
+        self._ledger.ended(() if step.idle else step.calls, failed=failed)
 
     def seen(
         self,
-        step: Step,
+        step: Any,  # one of ours: `begin` made it
         point: Point,
         tensor: torch.Tensor,
         *,
@@ -384,7 +374,6 @@ class Recording:
         note: Mapping[str, str] | None = None,
     ) -> None:
         """Keep what the taps that are due want of this tensor."""
-        assert isinstance(step, _Step)
         request = step.requests.get(id(point)) or self._plan.request(step.due, point)
         if request.wish is None:
             self._ledger.passed(point)
@@ -392,9 +381,9 @@ class Recording:
         try:
             if _dispatch_modes() or _function_modes() or _inference_mode():
                 with undisturbed():
-                    self._keep(step, request, step.at(call), tensor, request.wish, note)
+                    self._keep(step, request, request.wish, tensor, call, note)
             else:
-                self._keep(step, request, step.at(call), tensor, request.wish, note)
+                self._keep(step, request, request.wish, tensor, call, note)
         except Exception as error:
             self.failed(point, error)
 
@@ -422,17 +411,29 @@ class Recording:
         self,
         step: _Step,
         request: Request,
-        moment: Moment,
-        tensor: torch.Tensor,
         wish: Wish,
+        tensor: torch.Tensor,
+        call: int,
         note: Mapping[str, str] | None,
     ) -> None:
         if wish.function is not None:
             tensor = _as_result(wish.function(tensor.detach()))
             wish = Wish(True, wish.summary, wish.level)
-        point, look = request.point, _look(step, tensor)
-        if not look.holds(wish, in_memory=self._writer is None):
+        # An output that is the next module's input is one object, and its version tells whether it was changed since.
+        looks, key = step.looks, id(tensor)
+        look = looks.get(key)
+        try:
+            version = tensor._version
+        except RuntimeError:  # an inference tensor has none, so each sight of one counts
+            look, version = None, -1
+        if look is None or look.version != version or look() is not tensor:
+            look = looks[key] = _Look(tensor)
+            look.version = version
             self._take(look, tensor, wish)
+            look.wish = wish
+        elif look.wish is not wish and not look.holds(wish, in_memory=self._writer is None):
+            self._take(look, tensor, wish)
+        point, moment = request.point, step.moments.get(call) or step.at(call)
         said: Mapping[str, Any] | None = look.note
         if note or self._note:
             said = {**(self._note or {}), **(note or {}), **(look.note or {})}
@@ -441,7 +442,7 @@ class Recording:
             self._listener.seen(point, moment, tensor, summary)
         if self._writer is not None:
             self._writer.write(point, moment, blob=look.blob, summary=summary, note=said)
-            look.blob = None
+            look.blob = look.wish = None
         elif wish.tensor or self._listener is None:
             self._pending.append((point, moment, look.copy if wish.tensor else None, summary, said))
         if not request.recorded:
@@ -523,23 +524,6 @@ def _dtypes(parameters: list[torch.Tensor]) -> set[str]:
     usual = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
     found = {p.dtype for p in parameters if p.device.type == "cpu"} & usual
     return {dtype_name(dtype) for dtype in found or {torch.float32}}
-
-
-def _look(step: _Step, tensor: torch.Tensor) -> _Look:
-    """Return what was already taken of this very tensor, or an empty look.
-
-    An output that is the next module's input is one object, and its version tells whether it was changed in between.
-    Inference tensors have no version, so each sight of one counts.
-    """
-    try:
-        version = tensor._version
-    except RuntimeError:
-        return _Look(weakref.ref(tensor), -1)
-    known = step.looks.get(id(tensor))
-    if known is not None and known.version == version and known.ref() is tensor:
-        return known
-    look = step.looks[id(tensor)] = _Look(weakref.ref(tensor), version)
-    return look
 
 
 def _as_result(value: Any) -> torch.Tensor:

@@ -1,77 +1,78 @@
-"""What one thread is doing: the watched calls under way."""
+"""What each thread is doing: the watched calls under way."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from types import FrameType
+from typing import NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
+import torch
 from torch.autograd.graph import Node
 
 from layerscope.points import Leaf
 from layerscope.runtimes.sink import Step
 
-__all__ = ["Call", "Local"]
+__all__ = ["Call", "Calls", "Local", "Special", "modules_running"]
 
-# _on_stack, innermost, enter and __call__ of ours; inner, _call_impl, _wrapped_call_impl, forward and inner of torch's.
-_USUAL = 8
+_CALL_OF_A_MODULE = torch.nn.Module._call_impl.__code__
 
 
-@dataclass(slots=True, eq=False)
-class Call:
-    """One call of a watched module, while it runs."""
+class Special(NamedTuple):
+    """What is to be known of a call that is not simply one of the forward's, or through which gradients will flow."""
 
-    name: str
-    step: Step
-    number: int  # of this call within the step
     repeated: bool  # by activation checkpointing, in the backward pass
     follow: bool  # whether gradients will flow through it
-    exception: BaseException | None  # what was being handled when the call began
-    frame: FrameType  # that makes the call; an interrupt can end it without our hooks being told
     first_node: int = 0  # autograd's number for the next node when the call began
-    sources: list[tuple[Leaf, Node, int]] = field(default_factory=list)  # where the inputs' gradients will flow to
+    sources: tuple[tuple[Leaf, Node, int], ...] = ()  # where the inputs' gradients will flow to
+
+
+# One call of a watched module, while it runs: the module's name; the step; the number of this call within it; the
+# frame that makes the call and runs the hooks, which an interrupt can end without their being told; what is special. A
+# bare tuple: there is one for every call of every module, and anything else takes five times as long to make.
+Call: TypeAlias = tuple[str, Step, int, FrameType, "Special | None"]
+
+
+class Calls(list[Call]):
+    """The calls under way on one thread, outermost first; those of an idle step below the outermost are left out."""
 
 
 class Local(threading.local):
-    """The calls under way on this thread, outermost first."""
+    """The calls of this thread; `everywhere` knows those of every thread that lives."""
 
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
+    def __init__(self, everywhere: WeakValueDictionary[int, Calls]) -> None:
+        self.calls = everywhere[threading.get_ident()] = Calls()
         self.looking = False  # our own tensor operations are not the model's
 
     def innermost(self) -> Call | None:
         """Return the call that is running now; those that an interrupt ended unseen are taken off first."""
         calls = self.calls
-        while calls and not _on_stack(calls[-1].frame):
+        while calls and calls[-1][3] not in _stack():
             calls.pop()
         return calls[-1] if calls else None
 
-    def finished(self, name: str) -> Call | None:
-        """Take off the innermost call of `name`, and what an interrupt left above it."""
+    def ended(self, frame: FrameType) -> Call | None:
+        """Take off the call that `frame` made, or that raised into it, and what an interrupt left above it."""
         calls = self.calls
-        if calls and calls[-1].name == name:
-            return calls.pop()
         for depth in range(len(calls) - 1, -1, -1):
-            if calls[depth].name == name:
+            made_by = calls[depth][3]
+            if made_by is frame or made_by.f_back is frame:
                 call = calls[depth]
                 del calls[depth:]
                 return call
         return None
 
 
-def _on_stack(frame: FrameType) -> bool:
-    """Tell whether the call that `frame` makes is still under way on this thread.
+def modules_running() -> Iterator[torch.nn.Module]:
+    """Return the modules whose calls are under way on this thread, watched or not, the innermost first."""
+    return (frame.f_locals["self"] for frame in _stack() if frame.f_code is _CALL_OF_A_MODULE)
 
-    A module is mostly called by the one around it, so many frames up. To look there makes an object of that frame
-    alone; to walk makes one of every frame on the way.
-    """
-    try:
-        if sys._getframe(_USUAL) is frame:
-            return True
-    except ValueError:  # the stack is not that deep
-        pass
-    here: FrameType | None = sys._getframe(1)
-    while here is not None and here is not frame:
-        here = here.f_back
-    return here is not None
+
+def _stack() -> Iterator[FrameType]:
+    """Walk this thread's frames from the inside out, as far as is asked."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -41,10 +41,13 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         local = self._local
         name = self._named(func) if local.calls and not local.looking else None
         call = local.innermost() if name is not None else None
-        if name is None or call is None or call.step.idle or call.repeated:
+        if name is None or call is None:
             return func(*args, **kwargs)
-        index = call.step.call(f"op:{name}")
-        note = {"within": call.name}
+        within, step, _, _, special = call
+        if step.idle or (special is not None and special.repeated):
+            return func(*args, **kwargs)
+        index = step.call(f"op:{name}")
+        note = {"within": within}
         self._look(Point(name, "input", op=True), argument_leaves(args, kwargs), index, note, args)
         value = func(*args, **kwargs)
         self._look(Point(name, "output", op=True), leaves(value), index, note, value)
@@ -61,7 +64,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _look(self, point: Point, found: Any, index: int, note: Mapping[str, str], value: object) -> None:
         local = self._local
-        step = local.calls[-1].step
+        step = local.calls[-1][1]
         local.looking = True
         nothing = True
         try:

@@ -7,6 +7,7 @@ A runtime calls `begin` when an outermost forward starts, `seen` for each tensor
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -32,12 +33,12 @@ class Step:
 
     moment: Moment
     idle: bool = False
-    calls: dict[str, count[int]] = field(default_factory=dict)
+    calls: defaultdict[str, count[int]] = field(default_factory=lambda: defaultdict(count))
     whole: Callable[[Step, Point, object, int], None] | None = None
 
     def call(self, name: str) -> int:
         """Return the number of this call of `name`; threads that share the step get different ones."""
-        return next(self.calls.get(name) or self.calls.setdefault(name, count()))
+        return next(self.calls[name])
 
 
 class Sink(Protocol):

@@ -1,34 +1,10 @@
-"""Pausing and listening: forwards that are let pass leave no gap in the count, and a listener hears the others."""
+"""Listening: forwards that are let pass leave no gap in the count, and a listener hears the others."""
 
 import pytest
 import torch
 
 from layerscope.errors import NothingRecorded
 from layerscope.recorder import Tap, record
-
-
-def test_forwards_while_paused_are_neither_recorded_nor_counted():
-    model = torch.nn.Sequential(torch.nn.Identity())
-    with record(model, "0") as rec:
-        for value in range(6):
-            rec.pause() if value in (0, 2, 3) else rec.resume()
-            model(torch.tensor([float(value)]))
-    assert [(m.step, rec.run.tensor("0", step=m.step).item()) for m in rec.run.moments] == [
-        (0, 1.0),
-        (1, 4.0),
-        (2, 5.0),
-    ]
-    assert rec.completeness.forwards == 3
-
-
-def test_a_gradient_of_a_forward_before_the_pause_still_arrives():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with record(model, "0:grad_output") as rec:
-        out = model(torch.ones(1, 2))
-        rec.pause()
-        model(torch.zeros(1, 2)).sum().backward()
-        out.sum().backward()
-    assert torch.equal(rec["0:grad_output"], torch.ones(1, 2))
 
 
 class Ear:
@@ -44,6 +20,30 @@ class Ear:
     def seen(self, point, moment, tensor, summary):
         told = summary() if callable(summary) else summary
         self.heard.append((str(point), moment.step, tensor.item(), told.mean))
+
+
+def test_forwards_that_a_listener_does_not_want_are_neither_recorded_nor_counted():
+    model = torch.nn.Sequential(torch.nn.Identity())
+    with record(model, "0", keep="both", listener=Ear(value not in (0, 2, 3) for value in range(6))) as rec:
+        for value in range(6):
+            model(torch.tensor([float(value)]))
+    assert [(m.step, rec.run.tensor("0", step=m.step).item()) for m in rec.run.moments] == [
+        (0, 1.0),
+        (1, 4.0),
+        (2, 5.0),
+    ]
+    assert rec.completeness.forwards == 3
+
+
+def test_a_gradient_of_a_forward_that_was_wanted_arrives_after_one_that_was_not():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    ear = Ear([True, False])
+    ear.seen = lambda *heard: None
+    with record(model, "0:grad_output", listener=ear) as rec:
+        out = model(torch.ones(1, 2))
+        model(torch.zeros(1, 2)).sum().backward()
+        out.sum().backward()
+    assert torch.equal(rec["0:grad_output"], torch.ones(1, 2))
 
 
 def test_a_listener_is_told_each_record_as_it_is_made():
