@@ -151,7 +151,7 @@ def _sweeping(device: torch.device, dtype: torch.dtype, full: bool) -> Launch:
         sweep, device,
         kind.item, ANY, ANY, torch.int64, torch.int32, torch.uint64, torch.float64,
         kind.name, full, kind.threads, kind.vector,
-        num_warps=kind.threads // 32, maxnreg=128 if full else 80,
+        num_warps=kind.threads // 32, maxnreg=128 if full else 96,
     )  # fmt: skip
 
 

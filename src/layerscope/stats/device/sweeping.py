@@ -202,6 +202,7 @@ def sweep(
     infinity: tl.constexpr = 0x7FF0000000000000 if wide else 0x7F800000
     sign: tl.constexpr = 0x8000000000000000 if wide else 0x80000000
     lift: tl.constexpr = 1.0 if wide else _LIFT
+    unroll: tl.constexpr = 2 if full else 4  # H200, bfloat16: 2.6 TB/s with two, 3.05 with four; full 0.98 and 0.97
 
     program = tl.program_id(0)
     start = program.to(tl.int64) * tiles * tile
@@ -257,7 +258,7 @@ def sweep(
     free = tl.zeros([threads], tl.uint64)
     placed = tl.zeros([threads], tl.uint64)
 
-    for at in tl.range(start, whole, tile, loop_unroll_factor=2):  # two loads under way instead of one
+    for at in tl.range(start, whole, tile, loop_unroll_factor=unroll):  # several loads under way instead of one
         raw = tl.load(items + at + lanes)
         bits = _bits(raw, worth, kind)
         item = _values(bits, scale, kind) if wide else bits.to(tl.float32, bitcast=True)
