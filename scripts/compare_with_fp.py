@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -23,9 +24,13 @@ try:
     from layerscope.cli.page import counting, put
     from layerscope.compare.document import document
     from layerscope.errors import LayerscopeError
+    from layerscope.models import is_model
+    from layerscope.store import open_run
     from layerscope.store.layouts.quamba import mode_of
 except ModuleNotFoundError as error:
     hand_over(error)
+
+USUAL = "quamba-130m-w8a8"  # the model of the documents, for a folder that holds nothing yet
 
 
 def main() -> int:
@@ -37,7 +42,9 @@ def main() -> int:
         if mode not in here:
             give_up(missing(mode, asked.output_dir, here))
     if not modes:
-        give_up(f"{asked.output_dir} holds no mode but {asked.reference}. {how_to_make('2-1', asked.output_dir)}")
+        give_up(
+            f"{asked.output_dir} holds no mode but {asked.reference}. {how_to_make('quant_only', asked.output_dir)}"
+        )
     try:
         with counting("comparing") as tell:
             comparison = comparing.compared(
@@ -92,9 +99,20 @@ def missing(mode: str, folder: str, here: list[str]) -> str:
 
 
 def how_to_make(mode: str, folder: str) -> str:
-    """Name the command that makes a mode."""
+    """Name the command that makes a mode, of the folder's own model; where nobody knows it, MODEL stands for it."""
     script = quote(os.path.relpath(HERE / "save_layer_outputs.py"))
-    return f"Make it: `python3 {script} quamba-130m-w8a8 --mode {quote(mode)} --output_dir {quote(folder)}`."
+    models = models_in(folder) if modes_in(folder) else {USUAL}
+    model = quote(models.pop()) if len(models) == 1 else "MODEL"
+    return f"Make it: `python3 {script} {model} --mode {quote(mode)} --output_dir {quote(folder)}`."
+
+
+def models_in(folder: str) -> set[str]:
+    """Return the models that the modes of a folder are said to be of, as far as they can be called by that name."""
+    models = set()
+    for mode in modes_in(folder):
+        with suppress(LayerscopeError, OSError):
+            models.add(str(open_run(folder, mode=mode).manifest.model.get("name")))
+    return {model for model in models if is_model(model)}
 
 
 if __name__ == "__main__":

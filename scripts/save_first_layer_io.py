@@ -4,7 +4,8 @@
     python3 scripts/save_first_layer_io.py --modes fp32 0 2-1 --output_file first_layer_io_all_modes.npz
 
 Keys are `mode_{M}_input` and `mode_{M}_output`; statistics go to `first_layer_io_all_modes_stats.json` beside it and,
-for reading, to stdout. All modes see the same sample. Exit code 0 once they are saved; 2 when one cannot be.
+for reading, to stdout. All modes see the same sample: of the text that comes with layerscope for a built-in model and a
+Mamba, the inputs that another model came with. Exit code 0 once they are saved; 2 when one cannot be.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from checkout import hand_over, one_sentence
 try:
     from variants import recorded
 
+    from layerscope.models import BUILT_IN
     from layerscope.modes.preparing import DEFAULT_DIR
     from layerscope.store.layouts.first_layer import NAME, statistics_name
     from layerscope.store.layouts.writing import convert
@@ -28,6 +30,7 @@ except ModuleNotFoundError as error:
     hand_over(error)
 
 LINE = "=" * 98
+SEQ_LEN = 512
 
 
 def main() -> int:
@@ -45,8 +48,8 @@ def main() -> int:
                 layers="first",
                 sides="input,output",
                 pretrained_dir=asked.pretrained_dir,
-                calib_data_num=1,
                 calib_seqlen=asked.seq_len,
+                usual=(1, SEQ_LEN),
             ):
                 if one.run is None or one.error is not None:
                     failed = True
@@ -54,6 +57,7 @@ def main() -> int:
                 convert(one.run, Path(beside) / file.name, layout="first-layer")
                 show(one.mode.name, json.loads((Path(beside) / statistics_name(file.name)).read_text()))
                 saved = True
+                del one
             for name in (file.name, statistics_name(file.name)) if saved else ():
                 (Path(beside) / name).replace(file.with_name(name))
                 print(f"saved {file.with_name(name)}")
@@ -67,10 +71,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pretrained_dir", metavar="D", help=f"a folder with weights ({DEFAULT_DIR})")
     parser.add_argument("--modes", metavar="M", nargs="+", default=["all"], help="(fp32 0 2-0 2-1 2-2 2-3 2-4 3)")
     parser.add_argument("--output_file", metavar="F", default=NAME, help=f"({NAME})")
-    parser.add_argument("--seq_len", metavar="N", type=int, default=512, help="tokens of the sample (512)")
+    parser.add_argument("--seq_len", metavar="N", type=int, help=f"tokens of a built-in model's sample ({SEQ_LEN})")
     asked = parser.parse_args()
     if asked.pretrained_dir is None and asked.model.startswith("quamba"):
         asked.pretrained_dir = DEFAULT_DIR
+    if asked.seq_len is None and asked.model in BUILT_IN:
+        asked.seq_len = SEQ_LEN
     return asked
 
 

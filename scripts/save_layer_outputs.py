@@ -48,6 +48,7 @@ def main() -> int:
             if asked.quantize and "quant_only" not in one.mode.groups:
                 tell_user(f"mode {one.mode.name} is in floating point: --quantize changes nothing of it")
             save(one, Path(asked.output_dir))
+            del one
     return 2 if failed else 0
 
 

@@ -7,14 +7,17 @@ for one in recorded("quamba-130m-w8a8", ["fp32", "2-1"], layers="first,last"):
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from checkout import tell_user
 
 from layerscope.cli.page import counting, working
+from layerscope.errors import BadModel
 from layerscope.modes import Recorded, choose, record_modes
 from layerscope.modes.layers import chosen_layers
 from layerscope.modes.preparing import prepare
+from layerscope.store.joining import SAMPLES, joined
 
 __all__ = ["recorded"]
 
@@ -24,11 +27,14 @@ def recorded(
 ) -> Iterator[Recorded]:
     """Load the model once, record each mode of it and yield what became of it; `asked` is what `prepare` takes.
 
-    Where the weights are from, and why a mode failed or was left out, is told on stderr.
+    Every tensor of a run has all samples. Where the weights are from, and why a mode failed or was left out, is told on
+    stderr. Let go of a mode before the next is asked for, and one alone is in memory.
     """
     with working(f"loading {model}"):
         ready = prepare(model, **asked)
         choice = choose(modes, ready.model)
+        if SAMPLES not in ready.settings and ready.loaded.given is None and not ready.loaded.speaks:
+            raise BadModel(f"{model!r} came without inputs; return (model, inputs) from the function.")
         taps = [f"{layer}:{sides}" for layer in chosen_layers(ready.model, layers)]
         batches = list(ready.batches())
     if asked.get("pretrained_dir") is None and "weights" in ready.settings:
@@ -52,4 +58,5 @@ def recorded(
         ):
             if one.error is not None:
                 tell_user(f"mode {one.mode.name} failed: {one.error}")
-            yield one
+            yield one if one.run is None else replace(one, run=joined(one.run))
+            del one

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from layerscope.cli.convert import LAYOUTS
+from layerscope.store import open_run
 from layerscope.store.layouts.writing import WRITTEN
 
 
@@ -47,6 +48,18 @@ def test_patterns_choose_and_nothing_is_left_out(cli, trained):
     assert answer.code == 0
     assert "3 tensors written in the quamba layout, mode 0\n" in answer.out
     assert "left out" not in answer.out
+
+
+def test_samples_that_went_through_in_several_forwards_become_one_file(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("layerscope.modes.preparing.TOKENS_AT_ONCE", 16)
+    samples = ("--calib_data_num", "5", "--calib_seqlen", "8")
+    assert cli("record", "tiny-transformer", "--mode", "bf16", "--layers", "all", *samples, "-o", "runs").code == 0
+    assert len(open_run(tmp_path / "runs" / "bf16").moments) == 3
+    answer = cli("convert", "runs/bf16", "lo", "--to", "quamba")
+    assert (answer.code, answer.err) == (0, "")
+    assert np.load(tmp_path / "lo" / "mode_bf16_layer_7.npy").shape[:2] == (5, 8)
+    assert cli("convert", "runs/bf16", "one", "--to", "quamba", "--step", "2").code == 0
+    assert np.load(tmp_path / "one" / "mode_bf16_layer_7.npy").shape[:2] == (1, 8)
 
 
 def test_a_mode_of_a_folder_becomes_a_run(cli, tmp_path):

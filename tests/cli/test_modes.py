@@ -23,6 +23,8 @@ def net():
     return Net(), torch.randn(2, 48)
 def bare():
     return Net()
+def nothing():
+    return nn.ReLU()
 """
 MODES = """
 import layerscope, torch
@@ -84,6 +86,26 @@ def test_a_file_declares_modes(cli):
     assert "7 of 9 modes apply" in answer.out
     assert "the second block rounded to quarters" in answer.out
     assert "does not apply: it is not meant to" in answer.out
+
+
+def test_a_mode_that_fails_to_say_whether_it_fits_is_one_bad_line(cli, tmp_path):
+    (tmp_path / "modes.py").write_text(
+        "import layerscope\n@layerscope.mode('odd', about='x', applies=lambda m: m.nothing)\ndef odd(model): pass\n"
+    )
+    answer = cli("modes", "nets.py:net", "--modes-file", "modes.py")
+    assert (answer.code, answer.err) == (0, "")
+    assert "6 of 8 modes apply to nets.py:net" in answer.out
+    (line,) = (line for line in answer.out.splitlines() if line.startswith("odd"))
+    assert "does not apply: asked whether it fits, it failed with AttributeError: 'Net' object has no" in line
+
+
+def test_how_to_record_is_said_where_there_is_something_to_record(cli):
+    said = "--mode all --layers first,last -o RUNS` records them"
+    assert said in cli("modes", "nets.py:net").out
+    nothing = cli("modes", "nets.py:nothing")
+    assert nothing.code == 0
+    assert "0 of 7 modes apply to nets.py:nothing" in nothing.out
+    assert said not in nothing.out
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,26 @@ def test_what_is_missing_is_said_with_the_command_that_makes_it(script):
     mode = script("9", "--output_dir", "layer outputs")
     assert mode.code == 2
     assert "has no mode 9: it has 2-1, fp16, fp32, short" in mode.err
-    assert "save_layer_outputs.py quamba-130m-w8a8 --mode 9 --output_dir 'layer outputs'`" in mode.err
+    assert "save_layer_outputs.py MODEL --mode 9 --output_dir 'layer outputs'`" in mode.err  # nothing says whose it is
     assert script().code == 2
+
+
+@pytest.mark.parametrize(
+    ("models", "named"),
+    [
+        (["quamba-small", "quamba-small"], "quamba-small"),
+        (["my nets.py:make", None], "'my nets.py:make'"),
+        (["quamba-small", "tiny-transformer"], "MODEL"),
+        (["SomeClass", None], "MODEL"),
+    ],
+)
+def test_the_command_names_the_model_of_the_folder(script, made, models, named):
+    for mode, model in zip(("fp32", "2-1"), models, strict=True):
+        (made / f"mode_{mode}_stats.json").write_text(json.dumps({"mode": mode, "model": model}))
+    for file in (*made.glob("mode_fp16_*"), *made.glob("mode_short_*")):
+        file.unlink()
+    said = script("9", "--output_dir", "layer outputs").err
+    assert f"save_layer_outputs.py {named} --mode 9 --output_dir 'layer outputs'`" in said
 
 
 def test_the_command_that_makes_a_missing_mode_makes_it(script, shell):
@@ -173,6 +191,7 @@ def test_all_modes_is_2_when_none_can_be_compared(script, made):
     alone = script("--all", "--output_dir", "layer outputs")
     assert alone.code == 2
     assert "holds no mode but fp32" in alone.err
+    assert "--mode quant_only" in alone.err  # every model has that group
 
 
 def test_one_mode_beside_the_reference_still_has_its_summary(script, made):

@@ -85,8 +85,11 @@ def _listed(ready: Prepared) -> Document:
         Facts("lines", tuple(lines), audience="page"),
         Heading("groups"),
         Facts("groups", tuple(Fact(group, " ".join(names)) for group, names in groups), audience="page"),
-        Sentence(f"`layerscope record {name} --mode all --layers first,last -o RUNS` records them", "quiet"),
     ]
+    if dict(groups)["all"]:
+        parts.append(
+            Sentence(f"`layerscope record {name} --mode all --layers first,last -o RUNS` records them", "quiet")
+        )
     return Document(f"modes of {name}", tuple(parts))
 
 

@@ -5,6 +5,7 @@ load_checkpoint(Path("checkpoints/llama"))
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from layerscope.errors import BadModel, MissingExtra
 from layerscope.models.inputs import bytes_as_ids
+from layerscope.models.quiet import quiet
 
 __all__ = ["Checkpoint", "is_checkpoint", "load_checkpoint"]
 
@@ -54,10 +56,11 @@ class Checkpoint(NamedTuple):
         vocabulary = int(getattr(text_config, "vocab_size", 256))
         if not any((self.folder / name).is_file() for name in _TOKENIZERS):
             return {"input_ids": bytes_as_ids(prompt, vocabulary=vocabulary)}
-        from transformers import AutoTokenizer
-
+        transformers = _transformers(self.folder)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+            with _quiet(transformers):
+                read = transformers.AutoTokenizer.from_pretrained
+                tokenizer = read(self.folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
             raise _refused(self.folder, "the tokenizer cannot be read", error) from error
         tokens = dict(tokenizer(prompt, return_tensors="pt"))
@@ -87,15 +90,9 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             f"{str(folder)!r} needs the Python code in its own folder (auto_map), which layerscope does not "
             "run; load it yourself in a file.py:function that returns the model."
         )
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra(
-            f"{str(folder)!r} is a Hugging Face checkpoint, and transformers is not installed: "
-            "pip install layerscope[hf]"
-        ) from error
-    kind = _class_of(config, folder, transformers)
+    transformers = _transformers(folder)
     with _quiet(transformers):
+        kind = _class_of(config, folder, transformers)
         try:
             model, info = kind.from_pretrained(
                 folder,
@@ -115,6 +112,17 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             "weights drawn at random would mislead. If that is meant, load it yourself in a file.py:function."
         )
     return Checkpoint(model.eval(), folder)
+
+
+def _transformers(folder: Path) -> Any:
+    try:
+        with quiet():
+            return importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingExtra(
+            f"{str(folder)!r} is a Hugging Face checkpoint, and transformers is not installed: "
+            "pip install layerscope[hf]"
+        ) from error
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -169,7 +177,8 @@ def _quiet(transformers: Any) -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with quiet():
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:

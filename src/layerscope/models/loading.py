@@ -17,7 +17,7 @@ from layerscope.errors import BadModel
 from layerscope.models.functions import function_at, is_function
 from layerscope.models.huggingface import is_checkpoint, load_checkpoint
 from layerscope.models.inputs import DEFAULT_PROMPT, FORMS, Inputs, batches_of, bytes_as_ids, read_inputs
-from layerscope.runtimes.files import SUFFIXES, is_file, opened
+from layerscope.runtimes.files import SUFFIXES, is_file, kind_of, opened
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +26,14 @@ __all__ = ["BUILT_IN", "BuiltIn", "Loaded", "is_model", "load_model"]
 
 
 class BuiltIn(NamedTuple):
-    """A model that comes with layerscope; `build` imports what it needs when it is called."""
+    """A model that comes with layerscope; `build` imports what it needs when it is called.
+
+    `load` makes it with the weights in a folder instead; None where it has its own alone.
+    """
 
     build: Callable[[int], torch.nn.Module]
     about: str
+    load: Callable[[Path], torch.nn.Module] | None = None
 
 
 def _tiny_transformer(seed: int) -> torch.nn.Module:
@@ -50,6 +54,12 @@ def _quamba_130m(seed: int) -> torch.nn.Module:
     return quamba_130m(seed=seed)
 
 
+def _mamba(folder: Path) -> torch.nn.Module:
+    from layerscope.models.mamba.checkpoint import load_mamba
+
+    return load_mamba(folder)
+
+
 def _minimax_m2(seed: int) -> torch.nn.Module:
     from layerscope.models.minimax import minimax_m2
 
@@ -58,8 +68,12 @@ def _minimax_m2(seed: int) -> torch.nn.Module:
 
 BUILT_IN: dict[str, BuiltIn] = {
     "tiny-transformer": BuiltIn(_tiny_transformer, "8 decoder layers over bytes, weights drawn from the seed"),
-    "quamba-small": BuiltIn(_quamba_small, "Mamba over bytes, 24 layers, 128 wide, trained; the seed changes nothing"),
-    "quamba-130m-w8a8": BuiltIn(_quamba_130m, "Mamba over bytes, 24 layers, 768 wide, weights drawn from the seed"),
+    "quamba-small": BuiltIn(
+        _quamba_small, "Mamba over bytes, 24 layers, 128 wide, trained; the seed changes nothing", _mamba
+    ),
+    "quamba-130m-w8a8": BuiltIn(
+        _quamba_130m, "Mamba over bytes, 24 layers, 768 wide, weights drawn from the seed", _mamba
+    ),
     "minimax-m2": BuiltIn(_minimax_m2, "mixture of experts over bytes, 62 layers, 64 wide, drawn from the seed"),
     "minimax-m2-tiny": BuiltIn(_minimax_m2, "another name of minimax-m2"),
 }
@@ -104,11 +118,20 @@ def is_model(text: str) -> bool:
     return text in BUILT_IN or is_function(text) or is_checkpoint(Path(text)) or is_file(text)
 
 
-def load_model(text: str, *, seed: int = 0) -> Loaded:
-    """Return the model that `text` names: a built-in, a function's, a local Hugging Face checkpoint's, or a file's."""
+def load_model(text: str, *, seed: int = 0, weights: Path | None = None) -> Loaded:
+    """Return the model that `text` names: a built-in, a function's, a local Hugging Face checkpoint's, or a file's.
+
+    A folder may also be one that `compiled.save(folder)` wrote. `weights` is a folder whose weights a built-in model
+    has instead of its own.
+    """
     import torch
 
     torch.manual_seed(seed)
+    load = BUILT_IN[text].load if text in BUILT_IN else None
+    if weights is not None and load is not None:
+        return Loaded(text, load(weights), seed, encode=bytes_as_ids, speaks=True)
+    if weights is not None and is_model(text):
+        raise BadModel(f"{text!r} does not take weights from a folder; a checkpoint folder is a MODEL by itself.")
     if text in BUILT_IN:
         return Loaded(text, BUILT_IN[text].build(seed), seed, encode=bytes_as_ids, speaks=True)
     if is_function(text):
@@ -119,6 +142,10 @@ def load_model(text: str, *, seed: int = 0) -> Loaded:
         return Loaded(text, checkpoint.model, seed, encode=checkpoint.encode, speaks=True)
     if folder.suffix.lower() in SUFFIXES and folder.is_file():
         return Loaded(text, opened(folder), seed)
+    if kind_of(folder) == "compiled":
+        from layerscope.compiled import load_compiled
+
+        return Loaded(text, load_compiled(folder), seed)
     raise BadModel(f"{text!r} {_why_not(folder)}; {_forms(text)}")
 
 
@@ -143,7 +170,7 @@ def _why_not(path: Path) -> str:
         if (path / "run.json").is_file():
             return "is a run, not a model (`layerscope show` and `layerscope points` read it)"
         if path.is_dir():
-            return "is a folder without a config.json"
+            return "is a folder without a config.json or a taps.json"
         if path.is_file():
             return f"is a {path.suffix or 'nameless kind of'} file, which layerscope cannot make a model of"
     except (OSError, ValueError):
@@ -156,6 +183,6 @@ def _forms(text: str) -> str:
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     return (
         f"{meant}A MODEL is a built-in name ({', '.join(BUILT_IN)}), file.py:function, "
-        "package.module:function, a local Hugging Face checkpoint folder, or a file "
-        "(TorchScript .pt, .pt2 of torch.export, .onnx)."
+        "package.module:function, a local Hugging Face checkpoint folder, a file "
+        "(TorchScript .pt, .pt2 of torch.export, .onnx), or a folder that a compiled model was saved to."
     )

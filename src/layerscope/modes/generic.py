@@ -11,13 +11,10 @@ so that a mode means the same everywhere.
 from __future__ import annotations
 
 import importlib
-import logging
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from layerscope.errors import MissingExtra
+from layerscope.models.quiet import quiet
 from layerscope.modes.registry import Mode, Setting, copied
 
 __all__ = ["GENERIC", "GROUP_SIZE", "REFERENCE"]
@@ -83,17 +81,55 @@ def _fp8(ao: ModuleType) -> Any:
     return ao.Float8WeightOnlyConfig(set_inductor_config=False)
 
 
-def _quantised(model: nn.Module, setting: Setting, *, config: Config, multiple: int = 1) -> nn.Module:
+def _as_it_is(linear: nn.Linear) -> None:
+    """Mend nothing."""
+
+
+def _give_zero_rows_a_scale(linear: nn.Linear) -> None:
+    """Make zeros of the rows of an fp8 weight whose scale is 0, which torchao divided by.
+
+    The scale is the largest value over 448, in the weight's dtype: 0 for zeros, and for what is as good as zero.
+    """
+    weight: Any = linear.weight
+    nothing = weight.scale == 0
+    weight.qdata.view(torch.uint8).masked_fill_(nothing, 0)
+    weight.scale.masked_fill_(nothing, 1)
+
+
+def _take_empty_batches(linear: nn.Linear) -> None:
+    """Let a Linear whose inputs are quantised give what a float one does where there is no input to take a scale of."""
+    if getattr(linear.forward, "__func__", None) is nn.Linear.forward:
+        linear.forward = MethodType(_forward_of_any_batch, linear)  # type: ignore[method-assign]
+
+
+def _forward_of_any_batch(linear: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    if input.numel() == 0:
+        weight = input.new_zeros(()).expand(linear.out_features, linear.in_features)
+        return nn.functional.linear(input, weight, linear.bias)
+    return nn.Linear.forward(linear, input)
+
+
+def _quantised(
+    model: nn.Module,
+    setting: Setting,
+    *,
+    config: Config,
+    multiple: int = 1,
+    mend: Callable[[nn.Linear], None] = _as_it_is,
+) -> nn.Module:
     own = copied(model)
-    wanted = {id(linear) for linear in _linears(own, multiple)}
+    linears = list(_linears(own, multiple))
+    wanted = {id(linear) for linear in linears}
 
     def is_due(module: nn.Module, name: str) -> bool:
         # A layer that two names share comes up twice, and is quantised once.
         return id(module) in wanted and _is_plain(module.weight)  # type: ignore[arg-type]
 
-    with _quiet():
+    with quiet():
         ao = _torchao()
         ao.quantize_(own, config(ao), filter_fn=is_due)
+    for linear in linears:
+        mend(linear)
     return own
 
 
@@ -138,22 +174,6 @@ def _torchao() -> ModuleType:
         raise MissingExtra(f"{EXTRA} (importing it failed: {' '.join(str(error).split())})") from error
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what torchao says of kernels and deprecations of its own to itself."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.ERROR)
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-
-
 # The modes --------------------------------------------------------------------------------------
 
 
@@ -167,11 +187,18 @@ def _floating(name: str, dtype: torch.dtype, about: str, *groups: str) -> Mode:
     )
 
 
-def _narrow(name: str, config: Config, about: str, *groups: str, multiple: int = 1) -> Mode:
+def _narrow(
+    name: str,
+    config: Config,
+    about: str,
+    *groups: str,
+    multiple: int = 1,
+    mend: Callable[[nn.Linear], None] = _as_it_is,
+) -> Mode:
     return Mode(
         name,
         about,
-        partial(_quantised, config=config, multiple=multiple),
+        partial(_quantised, config=config, multiple=multiple, mend=mend),
         partial(_quantisable, multiple=multiple),
         frozenset({"all", "quant_only", *groups}),
     )
@@ -188,6 +215,7 @@ GENERIC: tuple[Mode, ...] = (
         _int8_dynamic,
         "weights and inputs of Linear layers in INT8, a scale for each row and each token, INT32 sums",
         "essential",
+        mend=_take_empty_batches,
     ),
     _narrow(
         "int4-weight",
@@ -195,5 +223,10 @@ GENERIC: tuple[Mode, ...] = (
         f"weights of Linear layers in INT4, a scale for {GROUP_SIZE} of them; layers of another width stay as they are",
         multiple=GROUP_SIZE,
     ),
-    _narrow("fp8", _fp8, "weights of Linear layers in float8 (e4m3), a scale for each row"),
+    _narrow(
+        "fp8",
+        _fp8,
+        "weights of Linear layers in float8 (e4m3), a scale for each row",
+        mend=_give_zero_rows_a_scale,
+    ),
 )

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from layerscope.errors import BadModel, BadText
-from layerscope.models import BUILT_IN, Inputs, Loaded, load_model
-from layerscope.models.mamba import load_mamba, sample_batches
+from layerscope.models import BUILT_IN, Inputs, Loaded, is_model, load_model
+from layerscope.models.huggingface import Checkpoint
+from layerscope.models.mamba import is_mamba, load_mamba, sample_batches
 from layerscope.modes.kinds import kind_of
 from layerscope.modes.registry import Setting
+from layerscope.store.joining import SAMPLES
 
-__all__ = ["CALIB_DATA_NUM", "CALIB_SEQLEN", "DEFAULT_DIR", "Prepared", "alpha_in", "prepare"]
+__all__ = ["CALIB_DATA_NUM", "CALIB_SEQLEN", "DEFAULT_DIR", "TOKENS_AT_ONCE", "Prepared", "alpha_in", "prepare"]
 
 CALIB_DATA_NUM, CALIB_SEQLEN = 10, 512
+# Of one forward: from 1,000 to 5,000 a token takes the same time, of 8,000 a quarter more. The default is one forward.
+TOKENS_AT_ONCE = CALIB_DATA_NUM * CALIB_SEQLEN
 # What the users' documents write; few of them have the folder.
 DEFAULT_DIR = "pretrained_models/Quamba1-pa9999/pa-0.9999"
 
@@ -53,6 +57,7 @@ def prepare(
     text: str,
     *,
     seed: int = 0,
+    modes: bool = True,
     inputs: str | None = None,
     prompt: str | None = None,
     pretrained_dir: str | None = None,
@@ -61,31 +66,25 @@ def prepare(
     calib_seqlen: int | None = None,
     usual: tuple[int, int] = (CALIB_DATA_NUM, CALIB_SEQLEN),
 ) -> Prepared:
-    """Load the model that `text` names and what it is run on.
+    """Load the model that `text` names and what it is run on; `modes` says whether variants of it are wanted.
 
     Models with modes of their own are run on `calib_data_num` samples of `calib_seqlen` tokens of the text that comes
     with layerscope (`usual` where nobody says), others too when one of the two is given; `inputs` and `prompt` take
     their place. `pretrained_dir` is a folder with weights for a built-in model; `pa-0.9999` in its name is alpha,
     unless `percentile_alpha` says it.
     """
-    loaded = load_model(text, seed=seed)
+    found = _weighed(text, seed=seed, folder=pretrained_dir, modes=modes)
+    loaded, notes = found.loaded, found.notes
     kind = kind_of(loaded.model)
+    if kind is None and percentile_alpha is not None:
+        raise _without_modes("--percentile_alpha", text)
     settings: dict[str, Any] = {}
-    notes: list[str] = []
-    if kind is None and (pretrained_dir is not None or percentile_alpha is not None):
-        raise BadModel(
-            f"--pretrained_dir and --percentile_alpha are for models with modes of their own, which {text!r} is not; "
-            "a checkpoint folder is given as MODEL."
-        )
+    setting = Setting()
     if kind is not None:
-        loaded, weights, said = _with_weights(loaded, pretrained_dir)
-        notes += said
-        alpha = percentile_alpha or (alpha_in(pretrained_dir) if pretrained_dir is not None else None)
-        setting = Setting() if alpha is None else Setting(percentile_alpha=alpha)
-        settings |= {"weights": weights, "percentile_alpha": setting.percentile_alpha}
+        alpha = percentile_alpha or alpha_in(pretrained_dir or found.weights)
+        setting = setting if alpha is None else Setting(percentile_alpha=alpha)
+        settings |= {"weights": found.weights, "percentile_alpha": setting.percentile_alpha}
         settings |= {"pretrained_dir": pretrained_dir} if pretrained_dir is not None else {}
-    else:
-        setting = Setting()
     sampled = calib_data_num is not None or calib_seqlen is not None
     if sampled and (inputs is not None or prompt is not None):
         raise BadText(
@@ -93,11 +92,11 @@ def prepare(
         )
     if not sampled and (kind is None or inputs is not None or prompt is not None):
         batches = partial(loaded.batches, inputs=inputs, prompt=prompt)
-        return Prepared(loaded, batches, setting, settings, tuple(notes))
+        return Prepared(loaded, batches, setting, settings, notes)
     count = usual[0] if calib_data_num is None else calib_data_num
     length = usual[1] if calib_seqlen is None else calib_seqlen
-    settings |= {"calib_data_num": count, "calib_seqlen": length}
-    return Prepared(loaded, partial(_sampled, loaded, count, length), setting, settings, tuple(notes))
+    settings |= {SAMPLES: count, "calib_seqlen": length}
+    return Prepared(loaded, partial(_sampled, loaded, count, length), setting, settings, notes)
 
 
 def alpha_in(folder: str) -> float | None:
@@ -112,26 +111,48 @@ def alpha_in(folder: str) -> float | None:
     return None
 
 
-def _with_weights(loaded: Loaded, folder: str | None) -> tuple[Loaded, str, list[str]]:
-    """Put the weights of a folder into a model; return where they are from, and what is worth saying."""
+class _Weighed(NamedTuple):
+    """A model, where its weights are from, and what is worth saying of them."""
+
+    loaded: Loaded
+    weights: str
+    notes: tuple[str, ...] = ()
+
+
+def _weighed(text: str, *, seed: int, folder: str | None, modes: bool) -> _Weighed:
+    """Load the model with the weights of a folder, where one is given, instead of its own."""
     if folder is None:
-        return loaded, "built-in", []
-    if not Path(folder).is_dir():
-        if Path(folder) == Path(DEFAULT_DIR):
-            said = f"{folder} is not there: {loaded.name} runs with the weights that come with layerscope"
-            return loaded, "built-in", [said]
+        if modes and text not in BUILT_IN and is_mamba(Path(text)):
+            # transformers' Mamba calls no stage that a quantised one could take the place of; layerscope's does.
+            own = Checkpoint(load_mamba(Path(text)), Path(text))
+            return _Weighed(Loaded(text, own.model, seed, encode=own.encode, speaks=True), text)
+        return _Weighed(load_model(text, seed=seed), "built-in" if text in BUILT_IN else text)
+    takes = text in BUILT_IN and BUILT_IN[text].load is not None
+    if is_model(text) and not takes:
+        raise _without_modes("--pretrained_dir", text)
+    if Path(folder).is_dir():
+        return _Weighed(load_model(text, seed=seed, weights=Path(folder)), folder)
+    if takes and Path(folder) != Path(DEFAULT_DIR):
         raise BadModel(
-            f"--pretrained_dir {folder!r} is not there; leave it out, and {loaded.name} runs with the weights that "
-            "come with layerscope."
+            f"--pretrained_dir {folder!r} is not there; leave it out, and {text} runs with the weights that come with "
+            "layerscope."
         )
-    return replace(loaded, model=load_mamba(Path(folder))), folder, []
+    said = f"{folder} is not there: {text} runs with the weights that come with layerscope"
+    return _Weighed(load_model(text, seed=seed), "built-in", (said,))
+
+
+def _without_modes(flag: str, text: str) -> BadModel:
+    return BadModel(
+        f"{flag} is for models with modes of their own, which {text!r} is not; a checkpoint folder is given as MODEL."
+    )
 
 
 def _sampled(loaded: Loaded, count: int, length: int) -> Iterator[Inputs]:
-    """Yield all samples as one batch, so that a recorded tensor has them all: (samples, tokens, ...)."""
+    """Yield the samples a few at a time, each batch as (samples, tokens); the same batches for every mode."""
     if loaded.name not in BUILT_IN and kind_of(loaded.model) is None:
         raise BadModel(
-            f"--calib_data_num and --calib_seqlen cut samples of bytes for built-in models, which {loaded.name!r} is "
-            "not; give --prompt or --inputs."
+            f"samples of text are cut for built-in models, which {loaded.name!r} is not; leave out their number and "
+            "length, and it runs on inputs of its own."
         )
-    return iter([Inputs((torch.cat(sample_batches(count, length, split="recorded")),))])
+    samples = torch.cat(sample_batches(count, length, split="recorded"))
+    return (Inputs((few,)) for few in torch.split(samples, max(1, TOKENS_AT_ONCE // length)))

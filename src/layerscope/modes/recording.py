@@ -3,8 +3,8 @@
     for one in record_modes(model, choose(["essential"], model).modes, batches, "model.layers.*", to="runs"):
         one.address                     # runs/fp32, runs/bf16, ...
 
-Variants are made one after the other and let go, so that two models are in memory at most. The fingerprint of the
-inputs is taken anew for every mode and stands in the `settings` of each run.
+Variants are made one after the other and let go, so that two models are in memory at most. Each batch is a step of the
+run. The fingerprint of the inputs is taken anew for every mode and stands in the `settings` of each run.
 """
 
 from __future__ import annotations
@@ -73,37 +73,38 @@ def record_modes(
         _refuse_existing([address for address in addresses if address is not None])
     given = fingerprint_of(batches)
     progress = _Progress(tell or (lambda what, done, total: None), _expected(model, asked), len(batches), len(modes))
+
+    def recorded(mode: Mode, address: str | None) -> Reader:
+        own = variant(model, mode, setting)
+        recording = record(
+            own,
+            asked,
+            to=address,
+            keep=keep,
+            when=when,
+            append=append,
+            name=name,
+            mode=mode.name,
+            settings={"inputs": given, **(settings or {})},
+            listener=progress,
+        )
+        torch.manual_seed(seed)
+        with recording:
+            for batch in batches:
+                (forward or plain_forward)(own, fitted(batch, own))
+                progress.did_one()
+        return recording.run
+
     for at, (mode, address) in enumerate(zip(modes, addresses, strict=True)):
-        run = None
+        run = error = None
         try:
             progress.starts(mode, at)
-            own = variant(model, mode, setting)
-            recording = record(
-                own,
-                asked,
-                to=address,
-                keep=keep,
-                when=when,
-                append=append,
-                name=name,
-                mode=mode.name,
-                settings={"inputs": given, **(settings or {})},
-                listener=progress,
-            )
-            torch.manual_seed(seed)
-            with recording:
-                for batch in batches:
-                    (forward or plain_forward)(own, fitted(batch, own))
-                    progress.did_one()
-            run = recording.run
+            run = recorded(mode, address)
             if fingerprint_of(batches) != given:
                 raise Unsupported(f"mode {mode.name!r} changed the inputs, which every mode is to be given alike")
-        except Exception as error:
-            yield Recorded(mode, address, run, _explained(error, mode, model))
-        else:
-            yield Recorded(mode, address, run)
-        finally:
-            own = None  # type: ignore[assignment]
+        except Exception as raised:
+            error = _explained(raised, mode, model)
+        yield Recorded(mode, address, run, error)
 
 
 def place_of(to: str | os.PathLike[str], mode: Mode) -> str:

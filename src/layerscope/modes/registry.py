@@ -134,7 +134,7 @@ def modes_of(model: nn.Module) -> tuple[Mode, ...]:
 def why_not(mode: Mode, model: nn.Module) -> str | None:
     """Say why a mode cannot be made of a model; None when it can."""
     try:
-        return mode.applies(model)
+        return _reason(mode, model)
     except MissingExtra as error:
         return str(error)
 
@@ -208,9 +208,21 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def _insist(mode: Mode, model: nn.Module) -> None:
-    reason = mode.applies(model)
+    reason = _reason(mode, model)
     if reason is not None:
         raise Unsupported(f"mode {mode.name!r} does not fit {type(model).__name__}: {reason}")
+
+
+def _reason(mode: Mode, model: nn.Module) -> str | None:
+    """Ask the mode; one that fails to answer does not fit, and costs no other mode anything."""
+    try:
+        return mode.applies(model)
+    except MissingExtra:
+        raise
+    except LayerscopeError as error:
+        return str(error)
+    except Exception as error:
+        return f"asked whether it fits, it failed with {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _unknown(word: str, there: dict[str, Mode], model: nn.Module) -> str:

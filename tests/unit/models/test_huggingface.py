@@ -1,6 +1,7 @@
 """Local checkpoints: from safetensors alone, without network, with every weight."""
 
 import json
+import logging
 import socket
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from layerscope.errors import BadModel, MissingExtra
-from layerscope.models import DEFAULT_PROMPT, load_model
+from layerscope.models import DEFAULT_PROMPT, huggingface, load_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -127,3 +128,15 @@ def test_without_transformers_the_install_line_is_given(checkpoint, monkeypatch)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtra, match=r"pip install layerscope\[hf\]"):
         load_model(str(checkpoint[0]))
+
+
+def test_what_torchao_says_when_transformers_imports_it_is_kept_quiet(checkpoint, monkeypatch, caplog):
+    found = huggingface._class_of
+
+    def talkative(*args):
+        logging.getLogger("torchao").warning("Failed to load kernels")
+        return found(*args)
+
+    monkeypatch.setattr(huggingface, "_class_of", talkative)
+    load_model(str(checkpoint[0]))
+    assert not caplog.records

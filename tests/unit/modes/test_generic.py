@@ -1,9 +1,7 @@
 """The generic modes: what they do to weights, by numpy in float64 and by torch's own casts."""
 
 import copy
-import logging
 import sys
-import warnings
 
 import numpy as np
 import pytest
@@ -102,6 +100,69 @@ def test_fp8_weights_are_torchs_own_cast_to_e4m3_of_scaled_rows():
 
 @pytest.mark.parametrize("name", QUANTISED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_of_zeros_gives_zero_and_its_bias(name, dtype):
+    model = nn.Linear(32, 4).to(dtype)
+    model.weight.data[1] = 0
+    model.weight.data[2] = torch.tensor([0, -0.0]).repeat(16)
+    x = torch.randn(3, 32).to(dtype)
+    got = variant(model, name)(x)
+    assert torch.equal(got[:, 1:3], model.bias[1:3].expand(3, 2))
+    torch.testing.assert_close(got[:, ::3], model(x)[:, ::3], rtol=0.2, atol=0.2)
+    nn.init.zeros_(model.weight)
+    assert torch.equal(variant(model, name)(x), model.bias.expand(3, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp8_makes_zeros_of_a_row_that_is_too_small_for_a_scale(dtype):
+    model = nn.Linear(32, 4, bias=False).to(dtype)
+    model.weight.data[1] = 0
+    model.weight.data[1, :5] = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert model.weight.data[1].any()
+    got = variant(model, "fp8")(torch.ones(1, 32, dtype=dtype))
+    assert torch.isfinite(got).all()
+    assert got[0, 1] == 0
+
+
+def test_fp8_of_other_rows_is_what_torchao_makes_of_them():
+    ao = pytest.importorskip("torchao.quantization")
+    model = nn.Linear(40, 6)
+    theirs = copy.deepcopy(model)
+    ao.quantize_(theirs, ao.Float8WeightOnlyConfig(set_inductor_config=False))
+    model.weight.data[3] = 0
+    ours = variant(model, "fp8").weight
+    others = [0, 1, 2, 4, 5]
+    assert torch.equal(ours.qdata.view(torch.uint8)[others], theirs.weight.qdata.view(torch.uint8)[others])
+    assert torch.equal(ours.scale[others], theirs.weight.scale[others])
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
+def test_an_empty_batch_gives_an_empty_output_as_in_float(name, bias, shape):
+    model = nn.Linear(32, 4, bias=bias)
+    own = variant(model, name)
+    got, wanted = own(torch.empty(shape)), model(torch.empty(shape))
+    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+    x = torch.randn(3, 32)
+    again = copy.deepcopy(own)
+    own.weight = None
+    assert torch.isfinite(again(x)).all()  # the copy has nothing of what it was copied from
+
+
+def test_a_linear_with_a_forward_of_its_own_keeps_it():
+    class Doubled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    model, x = Doubled(32, 4), torch.randn(2, 32)
+    torch.testing.assert_close(variant(model, "int8-dynamic")(x), model(x), rtol=0.1, atol=0.1)
+    model = nn.Linear(32, 4)
+    model.forward = lambda input: torch.full((7,), 3.0)
+    assert torch.equal(variant(model, "int8-dynamic")(x), torch.full((7,), 3.0))
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_quantised_model_computes_in_the_models_own_dtype(name, dtype):
     model = tiny_transformer(layers=1, hidden=32, heads=2).to(dtype)
     ids = torch.arange(5).view(1, 5)
@@ -179,18 +240,6 @@ def test_a_torchao_that_does_not_import_is_told_with_the_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(MissingExtra, match=r"layerscope\[quant\]' \(importing it failed: "):
         variant(nn.Linear(32, 4), "fp8")
-
-
-def test_what_torchao_says_is_kept_quiet_and_what_others_say_is_not(caplog):
-    logger = logging.getLogger("torchao")
-    with generic._quiet():
-        logger.warning("kernels")
-        warnings.warn("from a library", UserWarning, stacklevel=1)
-    assert not caplog.records
-    logger.warning("mine")
-    with pytest.warns(UserWarning, match="mine too"):
-        warnings.warn("mine too", UserWarning, stacklevel=1)
-    assert [record.message for record in caplog.records] == ["mine"]
 
 
 def test_no_setting_of_the_compiler_changes():

@@ -9,7 +9,8 @@ from layerscope.models import Inputs
 from layerscope.models.tiny import tiny_transformer
 from layerscope.modes.recording import record_modes
 from layerscope.modes.registry import Mode, choose, copied, variant
-from layerscope.store import open_run
+from layerscope.store import convert, open_run
+from layerscope.store.joining import joined
 
 
 def failing(model, setting):
@@ -138,3 +139,19 @@ def test_a_weight_used_behind_the_layers_back_is_said_to_be():
         "mode 'int8-weight' does not fit Peeks: its own code uses the weight of a Linear layer as a bare tensor, which "
         "a quantised weight cannot be"
     )
+
+
+def test_modes_recorded_in_slices_are_written_as_one_file_each(tmp_path):
+    model = tiny_transformer(layers=2, hidden=32, heads=2)
+    ids = torch.arange(40).view(8, 5)
+
+    def written(size, to):
+        batches = [Inputs((few,)) for few in ids.split(size)]
+        for one in record_modes(model, choose(["fp32", "bf16"], model).modes, batches, "model.layers.*", to=None):
+            convert(joined(one.run), to, layout="quamba")
+        return open_run(f"{to}:bf16")
+
+    sliced, at_once = written(3, tmp_path / "sliced"), written(8, tmp_path / "at once")
+    for layer in ("layers.0", "layers.1"):
+        assert sliced.tensor(layer).shape == (8, 5, 32)
+        torch.testing.assert_close(sliced.tensor(layer), at_once.tensor(layer), rtol=2e-2, atol=2e-2)

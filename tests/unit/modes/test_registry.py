@@ -135,6 +135,25 @@ def test_a_library_that_is_missing_is_a_reason_in_a_list_and_an_error_by_name():
         variant(nn.Linear(2, 2), lacking)
 
 
+def test_a_mode_that_fails_to_say_whether_it_fits_does_not_fit():
+    mode("odd", about="x", applies=lambda model: model.nothing)(lambda own: None)
+    mode("refused", about="x", applies=refuse)(lambda own: None)
+    model = nn.Linear(32, 2)
+    reasons = {one.name: why_not(one, model) for one in modes_of(model)}
+    said = "asked whether it fits, it failed with AttributeError: 'Linear' object has no attribute 'nothing'"
+    assert (reasons["odd"], reasons["refused"], reasons["fp32"]) == (said, "not today", None)
+    choice = choose(["all"], model)
+    assert "fp8" in [one.name for one in choice.modes]
+    assert [(one.name, reason) for one, reason in choice.left_out] == [("odd", said), ("refused", "not today")]
+    for ask in (choose, lambda names, model: variant(model, names[0])):
+        with pytest.raises(Unsupported, match="mode 'odd' does not fit Linear: asked whether it fits, it failed with"):
+            ask(["odd"], model)
+
+
+def refuse(model: nn.Module) -> str | None:
+    raise BadText("not today")
+
+
 def test_a_model_that_cannot_be_copied_is_told_in_one_sentence():
     model = nn.Linear(2, 2)
     model.cached = model(torch.ones(1, 2))  # not a leaf: torch refuses to copy it

@@ -26,11 +26,13 @@ _OTHERS = ("use_bias", "use_conv_bias", "tie_word_embeddings", "layer_norm_epsil
 
 
 def is_mamba(folder: Path) -> bool:
-    """Tell whether the folder says that it holds a Mamba."""
+    """Tell whether the folder says that it holds a Mamba language model that `load_mamba` knows how to make."""
     try:
-        return _read(folder).get("model_type") == "mamba"
+        told = _read(folder)
+        _config(told, folder)
     except BadModel:
         return False
+    return told.get("architectures") in (None, ["MambaForCausalLM"])
 
 
 def load_mamba(folder: Path) -> Mamba:

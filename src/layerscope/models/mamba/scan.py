@@ -18,6 +18,7 @@ __all__ = ["linear_recurrence", "selective_scan"]
 
 # Two tensors of so many float32 stay in a core's cache; of eight times as many the scan took half as long again.
 _NUMBERS_AT_ONCE = 1 << 18
+_SHORTEST = 4  # tokens of a chunk, however wide the model
 
 
 def selective_scan(
@@ -32,19 +33,18 @@ def selective_scan(
 ) -> torch.Tensor:
     """Return y, like u: (batch, length, channels); delta too, A is (channels, state), B and C (batch, length, state).
 
-    Half precision is computed in float32. `chunk` tokens are in memory at once; on a CPU as many as its cache holds
-    unless told, elsewhere all of them.
+    Half precision is computed in float32. `chunk` tokens are in memory at once; on a CPU as many of one sample as its
+    cache holds unless told, elsewhere all of them. A sample's result has the same bits whatever it is batched with.
     """
-    samples = max(1, _NUMBERS_AT_ONCE // A.numel())
-    if u.device.type == "cpu" and len(u) > samples:  # a hundred samples at once would not fit into any cache
-        few = zip(*(torch.split(tensor, samples) for tensor in (u, delta, B, C)), strict=True)
-        return torch.cat([selective_scan(x, step, A, b, c, D, chunk=chunk) for x, step, b, c in few])
+    if u.device.type == "cpu" and len(u) > 1:  # as fast as all at once, and the chunks are those of a sample alone
+        each = zip(*(torch.split(tensor, 1) for tensor in (u, delta, B, C)), strict=True)
+        return torch.cat([selective_scan(x, step, A, b, c, D, chunk=chunk) for x, step, b, c in each])
     work = torch.promote_types(u.dtype, torch.float32)
     delta, A, B, C, D = (tensor.to(work) for tensor in (delta, A, B, C, D))
     inflow = delta * u
     rates = A.t().contiguous()  # channels last: the inner loops of every operation below run over them
     pieces, state = [], None
-    for now in _chunks(u, states=A.shape[1], chunk=chunk):
+    for now in _chunks(u, numbers=A.numel(), chunk=chunk):
         decay = (delta[:, now, None, :] * rates).exp_()
         drive = inflow[:, now, None, :] * B[:, now, :, None]
         if state is not None:
@@ -66,11 +66,11 @@ def linear_recurrence(decay: torch.Tensor, drive: torch.Tensor) -> torch.Tensor:
     return _recur(decay, drive)
 
 
-def _chunks(u: torch.Tensor, *, states: int, chunk: int | None) -> list[slice]:
-    batch, length, channels = u.shape
+def _chunks(u: torch.Tensor, *, numbers: int, chunk: int | None) -> list[slice]:
+    """Cut the time into chunks; a token has `numbers` states."""
+    length = u.shape[1]
     if chunk is None:
-        fitting = _NUMBERS_AT_ONCE // max(1, batch * states * channels)
-        chunk = max(4, fitting) if u.device.type == "cpu" else length
+        chunk = max(_SHORTEST, _NUMBERS_AT_ONCE // numbers) if u.device.type == "cpu" else length
     return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
 
 

@@ -4,7 +4,8 @@
     done.written; done.left_out         # nothing is left out in silence
 
 Files are written beside their place and renamed when all of them are whole. Of a run with several moments one must be
-chosen, unless the layout has a place for all of them (`layerscope`, `monitor`).
+chosen, unless the layout has a place for all of them (`layerscope`, `monitor`). Samples that were recorded a few at a
+time are one tensor.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from layerscope.errors import Ambiguous, BadText, NoSuchPoint, Unsupported
 from layerscope.points import Moment, Point
 from layerscope.store.address import Address, LocalFolder, folder
 from layerscope.store.index import WHEN
+from layerscope.store.joining import are_samples, joined
 from layerscope.store.reader import Entry, Reader
 
 __all__ = ["WRITTEN", "Converted", "Job", "Layout", "Left", "Written", "convert"]
@@ -107,8 +109,13 @@ class Job:
         return [entry for entry in self.source.records(point, **self.when) if entry.point == point]
 
     def one(self, point: Point) -> Entry | None:
-        """Return the record of a point where there can be but one; None when it has none at these moments."""
+        """Return the record of a point where there can be but one; None when it has none at these moments.
+
+        Samples that went through the model a few at a time are one record.
+        """
         entries = self.entries(point)
+        if len(entries) > 1 and are_samples(entries, self.source.manifest):
+            return next(joined(self.source, entries).records())
         if len(entries) > 1:
             moments = [str(entry.moment) for entry in entries]
             more = f" and {len(moments) - _LISTED} more" if len(moments) > _LISTED else ""

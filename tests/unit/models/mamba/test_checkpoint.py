@@ -144,6 +144,12 @@ def test_a_broken_configuration_is_one_sentence(folder, text, said):
         load_mamba(folder)
 
 
+def test_a_mamba_without_a_head_or_with_another_activation_is_left_to_transformers(folder):
+    assert is_mamba(folder)
+    assert not is_mamba(changed(folder, architectures=["MambaModel"]))
+    assert not is_mamba(changed(folder, architectures=["MambaForCausalLM"], hidden_act="gelu"))
+
+
 def test_a_folder_that_is_not_there_is_one_sentence(tmp_path):
     assert not is_mamba(tmp_path / "nowhere")
     with pytest.raises(BadModel, match=r"config\.json' cannot be read"):

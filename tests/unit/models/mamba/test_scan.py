@@ -57,9 +57,14 @@ def test_it_agrees_at_the_size_it_is_made_for():
     assert relative(selective_scan(*inputs), step_by_step(*inputs)) < 1e-5
 
 
-def test_more_samples_than_fit_into_a_cache_are_scanned_a_few_at_a_time():
-    inputs = drawn(batch=7, length=20, channels=4096, states=16)  # four of these fit
-    assert relative(selective_scan(*inputs), step_by_step(*inputs)) < 1e-5
+@pytest.mark.parametrize(("channels", "length"), [(4, 100), (256, 150), (1536, 21), (20_000, 9)])
+def test_a_sample_has_the_same_bits_alone_and_among_others(channels, length):
+    u, delta, A, B, C, D = inputs = drawn(batch=3, length=length, channels=channels, states=16)
+    together = selective_scan(*inputs)
+    for at in range(3):
+        sample = slice(at, at + 1)
+        assert torch.equal(selective_scan(u[sample], delta[sample], A, B[sample], C[sample], D), together[sample])
+    assert relative(together, step_by_step(*inputs)) < 1e-5
 
 
 @pytest.mark.parametrize("step", [0.0, 1e-30, 1e-6, 50.0, 1e4, 1e30])

@@ -189,3 +189,12 @@ def test_an_unknown_mode_and_a_calibration_of_another_depth_are_refused(model, c
     other = assembled(shallow, drawn_weights(shallow, seed=0), source="tests")
     with pytest.raises(Unsupported, match="of 3 layers, and the model has 1; calibrate this model"):
         quantised(other, "0", calibration)
+
+
+@ALL
+def test_a_sample_has_the_same_bits_whatever_it_is_batched_with(model, calibration, mode):
+    variant, samples = quantised(model, mode, calibration).backbone, ids(2, samples=5)
+    with torch.no_grad():
+        together = variant(samples)
+        for size in (1, 2, 3):
+            assert torch.equal(torch.cat([variant(few) for few in samples.split(size)]), together)

@@ -303,6 +303,23 @@ def test_one_of_several_moments_must_be_chosen(tmp_path):
         convert(run, tmp_path / "lo", layout="quamba", mode="1", step=7)
 
 
+@pytest.mark.parametrize("layout", ["quamba", "first-layer", "neuron"])
+def test_samples_that_were_recorded_a_few_at_a_time_are_one_tensor(tmp_path, layout):
+    whole = torch.randn(7, 4, 6)
+    steps = [("model.layers.0", Moment(step=n, batch=n), part) for n, part in enumerate(whole.split(3))]
+    steps += [("loss", Moment(step=n, batch=n), torch.tensor(float(n))) for n in range(3)]
+    about = {"mode": "0", "settings": {"calib_data_num": 7}}
+    run = recorded(tmp_path / "run", steps, **about)
+    done = convert(run, tmp_path / "to", layout=layout)
+    assert [(w.point.name, w.shape) for w in done.written] == [("model.layers.0", (7, 4, 6))]
+    assert torch.equal(open_run(tmp_path / "to").tensor("layers.0"), whole)
+    one = convert(run, tmp_path / "one", layout=layout, step=1)
+    assert [w.shape for w in one.written] == [(3, 4, 6)]
+    more = recorded(tmp_path / "more", [*steps, ("model.layers.0", Moment(step=3), whole)], **about)
+    with pytest.raises(Ambiguous, match="4 moments"):
+        convert(more, tmp_path / "no", layout=layout)
+
+
 def test_patterns_choose_the_points(source, tmp_path):
     done = convert(source, tmp_path / "lo", layout="quamba", points=["model.layers.{0,2}"])
     assert [w.file for w in done.written] == ["mode_2-1_layer_0.npy", "mode_2-1_layer_2.npy"]
