@@ -429,3 +429,35 @@ def test_the_file_of_a_compiled_model_is_recorded_like_its_source(cli, tmp_path,
     assert run.manifest.runtime == kind
     for step, given in enumerate((ids, other)):
         torch.testing.assert_close(run.tensor("lm_head", step=step), model(given), rtol=1e-5, atol=1e-5)
+
+
+COMPILED = """
+import torch
+def make():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+    return torch.compile(model, backend="aot_eager"), torch.ones(1, 3)
+"""
+
+
+def test_what_the_taps_change_in_a_compiled_model_is_measured_unless_it_is_left_out(cli, tmp_path):
+    (tmp_path / "compiled.py").write_text(COMPILED)
+    torch._dynamo.reset()
+    assert cli("record", "compiled.py:make", "0", "-o", "measured").code == 0
+    assert cli("record", "compiled.py:make", "0", "-o", "skipped", "--observer", "skip").code == 0
+    assert "the taps change nothing in the output" in cli("show", "measured").out
+    assert "not measured: observer='skip'" in cli("show", "skipped").out
+
+
+def test_options_for_compiled_models_are_refused_where_they_have_nothing_to_do(cli, tmp_path, several):
+    (tmp_path / "compiled.py").write_text(COMPILED)
+    answer = cli("record", f"{several}:make", "0", "-o", "run", "--precision-faithful")
+    assert answer.code == 2
+    assert "precision_faithful=True is for models that torch.compile runs, and this one runs in eager" in answer.err
+    answer = cli("record", "compiled.py:make", "0", "-o", "run", "--precision-faithful")
+    assert answer.code == 2
+    assert "is compiled by another backend" in answer.err
+    assert not (tmp_path / "run").exists()
+    answer = cli("record", "tiny-transformer", "lm_head", "--mode", "fp32", "-o", "run", "--precision-faithful")
+    assert answer.code == 2
+    assert "leave out --mode" in answer.err

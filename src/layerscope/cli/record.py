@@ -58,6 +58,14 @@ EXAMPLES = options.examples(
 @options.prepared
 @options.model_inputs
 @click.option("--append", is_flag=True, help="Add steps to a run that is there already.")
+@click.option(
+    "--observer",
+    type=click.Choice(["measure", "skip"]),
+    default="measure",
+    show_default=True,
+    help="Of a model that torch.compile runs: run the first forward untapped as well, to see what the taps change.",
+)
+@click.option("--precision-faithful", is_flag=True, help="Of such a model: have Inductor round where the source does.")
 @options.as_json
 def command(
     model: str,
@@ -70,14 +78,16 @@ def command(
     modes: tuple[str, ...],
     modes_file: str | None,
     append: bool,
+    observer: Literal["measure", "skip"],
+    precision_faithful: bool,
     as_json: bool,
     seed: int,
     **asked: Any,
 ) -> int:
     """Run MODEL on its inputs and write what PATTERNs name to a run.
 
-    MODEL is a built-in name, file.py:function, package.module:function, a local Hugging Face checkpoint folder, or a
-    file: TorchScript, .pt2 of torch.export, .onnx.
+    MODEL is a built-in name, file.py:function, package.module:function, a local Hugging Face checkpoint folder, a file
+    (TorchScript, .pt2 of torch.export, .onnx), or a folder that a compiled model was saved to.
 
     One forward is run for each input; a backward pass follows where a gradient is asked for, from the model's own
     loss or, where it returns none, from the mean square of its first output.
@@ -87,10 +97,12 @@ def command(
     """
     if not patterns and layers is None:
         raise click.UsageError("say what to record: PATTERN..., or --layers first,last")
+    if modes and (precision_faithful or observer == "skip"):
+        raise click.UsageError("--observer and --precision-faithful are for one compiled model; leave out --mode")
     sided(patterns, side)
     if not append and not modes:
         _refuse_existing(to)
-    ready = loaded_model(model, modes_file=modes_file, seed=seed, **asked)
+    ready = loaded_model(model, modes_file=modes_file, seed=seed, modes=bool(modes), **asked)
     batches = _guarded(ready.batches(), model)
     if modes:
         from layerscope.cli.variants import record_variants, told_apart
@@ -105,7 +117,8 @@ def command(
             ready, modes, list(batches), texts, to=to, keep=keep, when=when, append=append, forward=forward
         )
     else:
-        page, code = _record(ready, batches, texts, to=to, keep=keep, when=when, append=append, forward=forward), 0
+        how: dict[str, Any] = {"when": when, "observer": observer, "precision_faithful": precision_faithful}
+        page, code = _record(ready, batches, texts, to=to, keep=keep, append=append, forward=forward, **how), 0
     put(page, "json" if as_json else "terminal")
     return code
 
@@ -139,17 +152,15 @@ def _record(
     *,
     to: str,
     keep: Any,
-    when: str | None,
     append: bool,
     forward: Callable[[Any, Inputs], None],
+    **how: Any,
 ) -> Document:
     from layerscope.recorder import record
 
     name = ready.loaded.name
     is_new = not append and "://" not in to and not os.path.lexists(to)
-    recording = record(
-        ready.model, taps, to=to, keep=keep, when=when, append=append, name=name, settings=ready.settings
-    )
+    recording = record(ready.model, taps, to=to, keep=keep, append=append, name=name, settings=ready.settings, **how)
     try:
         with recording, counting("recording") as tell:
             for done, batch in enumerate(batches):

@@ -7,23 +7,29 @@ get_layer_hidden_states()
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from layerscope.compiled.backends import Backend, named
-from layerscope.compiled.keeping import kept
-from layerscope.compiled.model import Compiled, Source
-from layerscope.compiled.observing import ObserverEffect
-from layerscope.compiled.structure import opaque_parts, rebuilt
+from layerscope.compiled.backends import Backend, Made, named
+from layerscope.compiled.computed import checked, is_computed
+from layerscope.compiled.model import PRECISE, Compiled, Source, weights_of
+from layerscope.compiled.structure import opaque_parts, rebuilt, tensors_of
 from layerscope.compiled.surveying import Survey, surveyed
 from layerscope.compiled.table import Table
 from layerscope.compiled.tapping import Tapped, flattened
 from layerscope.errors import LayerscopeError, Unsupported
 from layerscope.patterns import Pattern
+from layerscope.runtimes.keeping import kept
+from layerscope.runtimes.observing import NO_TAPS, SKIPPED, ObserverEffect, measures
 
 __all__ = ["compile"]
+
+_log = logging.getLogger("layerscope")
+_ROUNDING = ("inductor", "aoti")
 
 
 def compile(
@@ -52,34 +58,46 @@ def compile(
             f"a {type(model).__name__} cannot be compiled with taps; give the torch.nn.Module it was made from. "
             "A TorchScript module, an exported program or an .onnx file goes to record() as it is."
         )
-    if observer not in ("measure", "skip"):
-        raise Unsupported(f"observer={observer!r} is not known; give 'measure' or 'skip'.")
-    chosen = named(backend)
+    measure, chosen = measures(observer), named(backend)
+    if precision_faithful and chosen.NAME not in _ROUNDING:
+        raise Unsupported(
+            f"precision_faithful=True is a setting of Inductor, and {chosen.NAME} has none like it; leave it out, or "
+            f"compile with backend={' or '.join(map(repr, _ROUNDING))}."
+        )
     record = _configured(model) if record_layer_outputs is None else record_layer_outputs
     survey = surveyed(model, example_inputs, record=record)
-    artefact, notes = _compiled(chosen, model, survey.tapped, survey, dynamic=dynamic, precise=precision_faithful)
+    if not chosen.LIVE:
+        survey = _returnable(survey, model, chosen.NAME)
+    made = _compiled(chosen, model, survey.tapped, survey, dynamic=dynamic, precise=precision_faithful)
 
     def untapped() -> Callable[..., Any]:
-        plain, _ = _compiled(chosen, model, Tapped(model, ()), survey, dynamic=dynamic, precise=precision_faithful)
-        return _plainly(chosen, plain, survey)
+        plain = _compiled(chosen, model, Tapped(model, ()), survey, dynamic=dynamic, precise=precision_faithful)
+        return _plainly(chosen, plain.artefact, survey)
 
+    left_out = [] if chosen.LIVE else _left_out(survey.table)
+    for each in (*made.notes, *left_out):
+        _log.warning("%s", each)
+    unmeasured = _unmeasured(measure, survey) or made.effect
     return Compiled(
         chosen,
-        artefact,
-        survey.table.noting(*notes, *(() if chosen.LIVE else _left_out(survey.table))),
+        made.artefact,
+        survey.table.noting(*made.notes, *left_out, *([PRECISE] if precision_faithful else ())),
         classes=survey.classes,
-        source=Source(model, untapped),
-        observer_effect=_unmeasured(observer, survey),
+        source=Source(model, untapped, None if chosen.LIVE or unmeasured else weights_of(model)),
+        observer_effect=unmeasured,
     )
 
 
 def _compiled(
     backend: Backend, model: torch.nn.Module, tapped: Tapped, survey: Survey, *, dynamic: bool, precise: bool
-) -> tuple[Any, tuple[str, ...]]:
+) -> Made:
+    output = survey.table.output
+    if not backend.LIVE and is_computed(output):  # a tracer may have tensors where eager has numbers
+        tapped.register_forward_hook(lambda *seen: (tensors_of(output, seen[-1][0]), seen[-1][1]))
     flat = flattened(tapped, survey.table.arguments)
     try:
         with kept(model):
-            made = backend.compile(flat, survey.example, dynamic=dynamic, precise=precise)
+            return backend.compile(flat, survey.example, dynamic=dynamic, precise=precise)
     except LayerscopeError:
         raise
     except Exception as error:
@@ -87,7 +105,6 @@ def _compiled(
             f"{backend.NAME} cannot compile {type(model).__name__}, which runs as it is: {_root(error)} Try another "
             "backend, dynamic=False, or record the model uncompiled."
         ) from error
-    return made.artefact, made.notes
 
 
 def _root(error: BaseException) -> str:
@@ -110,15 +127,28 @@ def _plainly(backend: Backend, artefact: Any, survey: Survey) -> Callable[..., A
     return call
 
 
+def _returnable(survey: Survey, model: torch.nn.Module, backend: str) -> Survey:
+    """Return what is known with an output that a graph of tensors can give; refuse where nothing is left of it."""
+    table = survey.table
+    if "opaque" in table.output:
+        raise Unsupported(
+            f"{type(model).__name__} returns a {table.output['opaque']}, which cannot be made again from the tensors "
+            f"that {backend} gives; have it return tensors in tuples, lists, dicts, named tuples or dataclasses, or "
+            "compile with backend='inductor'."
+        )
+    output = checked(model, table.arguments, survey.example, table.output)
+    return survey._replace(table=replace(table, output=output))
+
+
 def _left_out(table: Table) -> list[str]:
     kinds = dict.fromkeys(opaque_parts(table.output))
-    return [f"the model returns a {k}, which a compiled graph cannot: it is None in what this returns" for k in kinds]
+    return [f"the model returns a {kind}, which a compiled graph cannot: it is left out" for kind in kinds]
 
 
-def _unmeasured(observer: str, survey: Survey) -> ObserverEffect | None:
+def _unmeasured(measure: bool, survey: Survey) -> ObserverEffect | None:
     if not survey.table.taps:
-        return ObserverEffect(reason="not measured: there are no taps")
-    return ObserverEffect(reason="not measured: observer='skip'") if observer == "skip" else None
+        return NO_TAPS
+    return None if measure else SKIPPED
 
 
 def _configured(model: torch.nn.Module) -> bool:

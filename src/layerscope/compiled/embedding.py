@@ -1,25 +1,21 @@
-"""Where a model's embedding is: the module whose output is what the first layer is given.
+"""Where what a block is given comes from: the module that made it, for the first layer the model's embedding.
 
-place = embedding_of(model, layers, args, kwargs)
-place.point, place.call         # Point("model.embed_tokens"), 0
+makers = Makers()
+makers.gave("model.embed_tokens", value)
+makers.of(states)               # Embedding(Point("model.embed_tokens"), 0)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from layerscope.compiled.tapping import copied
-from layerscope.points import Leaf, Point
-from layerscope.runtimes import eager
-from layerscope.runtimes.values import argument_leaves, leaves
+from layerscope.points import Point
+from layerscope.runtimes.values import leaves
 
-__all__ = ["Embedding", "embedding_of"]
+__all__ = ["Embedding", "Makers", "Seen", "is_plain"]
 
 
 class Embedding(NamedTuple):
@@ -29,46 +25,52 @@ class Embedding(NamedTuple):
     call: int
 
 
-class _Reached(BaseException):
-    """The first layer was reached; not an Exception, which the model may catch."""
+class Seen(NamedTuple):
+    """A tensor as it was when it was seen; it is kept alive, so that its memory is not used again."""
+
+    tensor: torch.Tensor
+    lies: tuple[object, ...]
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Seen:
+        """Look at a tensor now; those of inference mode do not tell when they are changed."""
+        lies = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if is_plain(tensor) else (id(tensor),)
+        return cls(tensor, lies, None if tensor.is_inference() else tensor._version)
+
+    def is_same(self, other: Seen) -> bool:
+        """Tell whether both are the same memory, and nothing wrote into it in between."""
+        return (self.lies, self.version) == (other.lies, other.version)
 
 
-def embedding_of(
-    model: nn.Module, layers: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Embedding | None:
-    """Run a copy of the model up to its first layer; None when that does not run.
-
-    Of several modules that pass the embedding on (a dropout in it), the outermost counts. Where the model's own code
-    makes it (GPT-2 without its dropout), it is the input of the first layer.
-    """
-    calls: Counter[str] = Counter()
-    made: list[tuple[Point, int, torch.Tensor]] = []  # kept alive, so that their memory is not used again
-    found: list[Embedding] = []
-
-    def after(name: str, value: object) -> None:
-        made.extend((Point(name, "output", leaf), calls[name], tensor) for leaf, tensor in leaves(value))
-        calls[name] += 1
-
-    def reached(given: list[tuple[Leaf, torch.Tensor]]) -> None:
-        floating = [(leaf, tensor) for leaf, tensor in given if tensor.is_floating_point()]
-        if floating:
-            leaf, states = floating[0]
-            makers = [Embedding(point, call) for point, call, tensor in made if _same(tensor, states)]
-            makers.sort(key=lambda maker: maker.point.name.count("."))
-            found.append(makers[0] if makers else Embedding(Point(layers[0], "input", leaf), 0))
-        raise _Reached
-
-    model = copied(model)
-    for name, module in eager.modules_of(model).by_name.items():
-        if name == layers[0]:
-            module.register_forward_pre_hook(lambda _, a, k: reached(argument_leaves(a, k)), with_kwargs=True)
-        else:
-            module.register_forward_hook(lambda _, a, value, name=name: after(name, value))
-    with suppress(_Reached):
-        model(*args, **kwargs)
-    return found[0] if found else None
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has its values in one piece of memory: nested and sparse ones, and subclasses, may not."""
+    usual = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return usual and tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    lies, other = (a.data_ptr(), a.shape, a.stride(), a.dtype), (b.data_ptr(), b.shape, b.stride(), b.dtype)
-    return lies == other
+class Makers:
+    """What modules gave so far in a forward."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[str] = Counter()
+        self._made: list[tuple[Embedding, Seen]] = []
+
+    def gave(self, name: str, value: object) -> None:
+        """Note what a call of a module returned."""
+        for leaf, tensor in leaves(value):
+            self._made.append((Embedding(Point(name, "output", leaf), self._calls[name]), Seen.of(tensor)))
+        self._calls[name] += 1
+
+    def of(self, tensor: torch.Tensor) -> Embedding | None:
+        """Return what made a tensor; None where the model's own code did, or changed it since.
+
+        Of several modules that pass it on (a dropout in an embedding), the outermost counts.
+        """
+        now = Seen.of(tensor)
+        makers = [maker for maker, made in self._made if made.is_same(now)]
+        return min(makers, key=lambda maker: maker.point.name.count("."), default=None)
+
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self._made.clear()

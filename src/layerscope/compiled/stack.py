@@ -1,47 +1,68 @@
-"""The decoder layers of a model, found by structure: a list of like blocks that is not inside another one.
+"""The decoder layers of a model: a list of like blocks that is not inside another one, and that runs in sequence.
 
-    stack_of(model)         # ["model.layers.0", "model.layers.1", ...]
+    lists = lists_of(model)                     # {"model.layers": ["model.layers.0", "model.layers.1", ...]}
+    stack_of(model, lists, followed(model, lists, args, kwargs)).layers
 
-Where a model has several (an encoder and a decoder, a picture's tower and a text's), it is the decoder's, else the one
-with the most parameters.
+Where several run (an encoder and a decoder, a picture's tower and a text's), it is the decoder's where there is an
+encoder, else the one with the most parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
+from layerscope.compiled.embedding import Embedding
+from layerscope.compiled.following import Way
 from layerscope.runtimes.eager import modules_of
 
-__all__ = ["head_of", "stack_of"]
-
-_HEADS = ("lm_head", "embed_out", "output_projection")
+__all__ = ["Stack", "lists_of", "stack_of"]
 
 
-def stack_of(model: nn.Module) -> list[str]:
-    """Return the names of the layers in order of depth; none where no list of like blocks is found."""
+class Stack(NamedTuple):
+    """The layers as they are listed, those that ran in the order they did, and what the first of these was given."""
+
+    layers: list[str]
+    ran: list[str]
+    embedding: Embedding | None
+
+    @property
+    def disorder(self) -> str:
+        """What is to be said of layers that run in another order than they are listed in; nothing of others."""
+        if self.ran == [layer for layer in dict.fromkeys(self.layers) if layer in self.ran]:
+            return ""
+        order = ", ".join(str(self.layers.index(layer)) for layer in self.ran)
+        return f"the layers run in the order {order}, and their hidden states come in that order"
+
+
+def lists_of(model: nn.Module) -> dict[str, list[str]]:
+    """Return the outermost lists of like blocks, by name, and the names of their blocks."""
     by_name = modules_of(model).by_name
     names = {id(module): name for name, module in by_name.items()}
-    lists = {name: module for name, module in by_name.items() if _is_stack(module)}
-    outermost = {name: blocks for name, blocks in lists.items() if not any(_inside(name, other) for other in lists)}
-    if not outermost:
-        return []
-    _, blocks = max(outermost.items(), key=lambda item: ("decoder" in item[0].split("."), _size(item[1])))
-    return [names[id(block)] for block in blocks.children()]
+    lists = {name: module for name, module in by_name.items() if _is_list(module)}
+    return {
+        name: [names[id(block)] for block in blocks.children()]
+        for name, blocks in lists.items()
+        if not any(_inside(name, other) for other in lists)
+    }
 
 
-def head_of(model: nn.Module) -> str | None:
-    """Return the module that makes the logits: a linear layer called so, or one as wide as the vocabulary."""
+def stack_of(model: nn.Module, lists: Mapping[str, list[str]], way: Way) -> Stack | None:
+    """Return the stack among the lists, by how a forward went; None where none of them ran in sequence."""
     by_name = modules_of(model).by_name
-    sizes = {module.num_embeddings for module in by_name.values() if isinstance(module, nn.Embedding)}
-    linear = {name: module for name, module in by_name.items() if isinstance(module, nn.Linear)}
-    named = [name for name in linear if name.rpartition(".")[2] in _HEADS]
-    wide = [name for name, module in linear.items() if module.out_features in sizes]
-    found = named or wide
-    return found[-1] if found else None
+    ran = {name: list(dict.fromkeys(each for each in way.began if each in set(lists[name]))) for name in lists}
+    running = [name for name in lists if ran[name] and name not in way.beside]
+    if not running:
+        return None
+    coded = any("encoder" in name.split(".") for name in running)
+    chosen = max(running, key=lambda name: (coded and "decoder" in name.split("."), _size(by_name[name])))
+    return Stack(lists[chosen], ran[chosen], way.embeddings.get(chosen))
 
 
-def _is_stack(module: nn.Module) -> bool:
+def _is_list(module: nn.Module) -> bool:
     """Tell whether a module is a list of blocks, each with modules of its own, of few classes for its length."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False

@@ -9,7 +9,7 @@ What fires here is what every later call must give; what does not is listed as m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -18,9 +18,10 @@ from torch import nn
 
 from layerscope.compiled.arguments import Arguments, split
 from layerscope.compiled.asking import asked
-from layerscope.compiled.embedding import Embedding, embedding_of
-from layerscope.compiled.keeping import kept
-from layerscope.compiled.stack import head_of, stack_of
+from layerscope.compiled.embedding import Embedding
+from layerscope.compiled.following import followed
+from layerscope.compiled.head import head_of
+from layerscope.compiled.stack import Stack, lists_of, stack_of
 from layerscope.compiled.structure import Form, Taken
 from layerscope.compiled.table import Table, TapEntry
 from layerscope.compiled.tapping import Look, Tapped
@@ -28,6 +29,7 @@ from layerscope.compiled.uses import used_without_a_call
 from layerscope.errors import NothingRecorded
 from layerscope.points import Point
 from layerscope.runtimes import eager
+from layerscope.runtimes.keeping import kept
 from layerscope.store import Missing
 
 __all__ = ["Survey", "surveyed"]
@@ -48,24 +50,24 @@ def surveyed(model: nn.Module, example_inputs: object, *, record: Any) -> Survey
     """Put the taps that are asked for on a copy of the model, and run it once."""
     args, kwargs = split(example_inputs)
     arguments = Arguments.of(model, example_inputs)
-    layers = stack_of(model) if record is not False else []
+    stack, head = _found(model, args, kwargs) if record is not False else (None, None)
+    layers, embedding = (stack.layers, stack.embedding) if stack else ([], None)
     wanted = asked(model, record, layers)
-    head = head_of(model) if wanted.points else None
     with torch.no_grad(), kept(model):
-        embedding = embedding_of(model, layers, args, kwargs) if layers else None
         along = [point for point in (embedding and embedding.point, head and Point(head)) if point]
         tapped = Tapped(model, dict.fromkeys([*wanted.points, *along]))
-        value, looks, ran = _tried(tapped, args, kwargs)
-        never_called = {point.name for point in wanted.points} - ran
-        used = used_without_a_call(tapped.model, never_called, args, kwargs)
+        with kept(tapped):
+            value, looks, ran = _tried(tapped, args, kwargs)
+            never_called = {point.name for point in wanted.points} - ran
+            used = used_without_a_call(tapped.model, never_called, args, kwargs)
     taken = Taken.of(value)
     logits = _in_output(taken.form) if wanted.points else None
     unasked = {head} - {point.name for point in wanted.points} if logits else set()
-    needed = [look for look in _states_alone(looks, layers, wanted.states_alone) if look.name not in unasked]
+    needed = [look for look in _states_alone(looks, wanted.states_alone) if look.name not in unasked]
     if len(needed) < len(looks):
         looks, tapped = needed, Tapped(model, dict.fromkeys(look.point for look in needed))
     taps = _entries(looks)
-    start, states = _hidden(taps, looks, layers, embedding)
+    start, states = _hidden(taps, looks, wanted.points, layers, embedding)
     missing = _missing(tapped.model, wanted.points, looks, never_called, used)
     if missing and len(missing) == len(wanted.points):
         raise NothingRecorded(f"none of the taps fires: {missing[0].point}: {missing[0].reason}.")
@@ -79,8 +81,18 @@ def surveyed(model: nn.Module, example_inputs: object, *, record: Any) -> Survey
         embedded=bool(start),
         logits=logits or _of_head(taps, head),
         missing=tuple(missing),
+        notes=(stack.disorder,) if stack and stack.disorder else (),
     )
     return Survey(tapped, table, tuple(arguments.tensors(args, kwargs)), taken.classes)
+
+
+def _found(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Stack | None, str | None]:
+    """Follow one forward, and return the layers and the head that show in it."""
+    lists = lists_of(model)
+    with torch.no_grad(), kept(model):
+        way = followed(model, lists, args, kwargs)
+    stack = stack_of(model, lists, way)
+    return stack, head_of(model, stack, way)
 
 
 def _tried(tapped: Tapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Look], set[str]]:
@@ -93,13 +105,13 @@ def _tried(tapped: Tapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return value, looks, ran
 
 
-def _states_alone(looks: list[Look], layers: list[str], alone: bool) -> Iterable[Look]:
+def _states_alone(looks: list[Look], alone: frozenset[str]) -> list[Look]:
     """Leave out what a layer returns beside its hidden states, where only those are meant."""
-    states = {look.name: look.leaf for look in reversed(looks) if _is_state(look, layers)}
-    return [look for look in looks if not alone or look.leaf == states.get(look.name, look.leaf)]
+    states = {look.name: look.leaf for look in reversed(looks) if _is_state(look, alone)}
+    return [look for look in looks if look.side != "output" or look.leaf == states.get(look.name, look.leaf)]
 
 
-def _is_state(look: Look, layers: Sequence[str]) -> bool:
+def _is_state(look: Look, layers: Collection[str]) -> bool:
     return look.name in layers and look.side == "output" and look.tensor.is_floating_point()
 
 
@@ -113,20 +125,19 @@ def _entries(looks: list[Look]) -> list[TapEntry]:
 
 
 def _hidden(
-    taps: list[TapEntry], looks: list[Look], layers: list[str], embedding: Embedding | None
+    taps: list[TapEntry], looks: list[Look], wanted: list[Point], layers: list[str], embedding: Embedding | None
 ) -> tuple[list[int], list[int]]:
     """Tell which tap is the embedding, and which ones are what each tapped layer gives first.
 
-    Where no list of layers was found, or none of them is tapped, the states are all that was tapped.
+    Where no list of layers was found, or none of them is tapped, the states are all that was asked for.
     """
+    start = [at for at, tap in enumerate(taps) if embedding and tap == TapEntry(str(embedding.point), embedding.call)]
     states: dict[tuple[str, int], int] = {}
     for at, (tap, look) in enumerate(zip(taps, looks, strict=True)):
         if _is_state(look, layers):
             states.setdefault((look.name, tap.call), at)
-    if not states:
-        return [], list(range(len(taps)))
-    start = TapEntry(str(embedding.point), embedding.call) if embedding else None
-    return [at for at, tap in enumerate(taps) if tap == start], list(states.values())
+    asked_for = [at for at, look in enumerate(looks) if any(_is_under(look.point, point) for point in wanted)]
+    return start, list(states.values()) or [at for at in asked_for if at not in start]
 
 
 def _in_output(output: Form) -> tuple[str, int] | None:

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from layerscope.compiled.arguments import Arguments
-from layerscope.compiled.structure import Form
+from layerscope.compiled.structure import Form, counted
 from layerscope.errors import BadModel
 from layerscope.points import Point
+from layerscope.runtimes.files import TAPS as NAME
 from layerscope.store import Missing, strictjson
 
 __all__ = ["NAME", "Table", "TapEntry"]
 
-NAME = "taps.json"
 FORMAT, VERSION = "layerscope-compiled", 1
 
 
@@ -58,6 +58,11 @@ class Table:
     notes: tuple[str, ...] = ()
     observer_effect: str = ""
 
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The arguments that the model is called with; those that are part of what was compiled are not among them."""
+        return tuple(str(name) for name, form in self.arguments.form["fields"] if "value" not in form)
+
     def noting(self, *notes: str) -> Table:
         """Return the table with more to say."""
         return replace(self, notes=(*self.notes, *notes))
@@ -78,7 +83,7 @@ class Table:
             logits = said["logits"]
             table = cls(
                 points=tuple(said["points"]),
-                arguments=Arguments(tuple(arguments["parameters"]), arguments["form"]),
+                arguments=Arguments(tuple(arguments["parameters"]), arguments["form"], dict(arguments["defaults"])),
                 output=said["output"],
                 outputs=int(said["outputs"]),
                 taps=tuple(TapEntry(tap["point"], tap["call"]) for tap in said["taps"]),
@@ -89,6 +94,27 @@ class Table:
                 notes=tuple(said["notes"]),
                 observer_effect=str(said["observer_effect"]),
             )
+            _check(table)
             return str(said["backend"]), table
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BadModel(f"{NAME} is not a table of taps that this layerscope reads: {error}.") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            said = str(error).rstrip(".")
+            raise BadModel(f"{NAME} is not a table of taps that this layerscope reads: {said}.") from error
+
+
+def _check(table: Table) -> None:
+    """Raise ValueError for a table that names what it has not: its graph would be read by wrong numbers."""
+    if table.arguments.form.get("is") != "dict" or "fields" not in table.arguments.form:
+        raise ValueError("its arguments have no names")
+    for form in (table.arguments.form, *table.arguments.defaults.values()):
+        counted(form)
+    if counted(table.output) != table.outputs:
+        raise ValueError(f"it has {table.outputs} outputs, and the form of others")
+    for text in (*table.points, *(tap.point for tap in table.taps), *(each.point for each in table.missing)):
+        Point.parse(text)
+    if not all(type(tap.call) is int for tap in table.taps):
+        raise ValueError("a tap's call is no number")
+    there = {"tap": len(table.taps), "output": table.outputs}
+    named = [("tap", at) for at in table.hidden] + ([table.logits] if table.logits else [])
+    for place, at in named:
+        if type(at) is not int or not 0 <= at < there.get(place, 0):
+            raise ValueError(f"it has no {place} {at!r}")

@@ -79,7 +79,7 @@ class Tapped(nn.Module):
         super().__init__()
         self.model = copied(model)
         self._slot = _Slot()
-        self.train(model.training)
+        self.training = model.training  # and every part keeps its own mode: a frozen norm in a model that trains
         by_name = modules_of(self.model).by_name
         wanted: dict[tuple[str, Side], list[Leaf]] = {}
         for point in points:
@@ -113,12 +113,12 @@ class Flat(nn.Module):
     def __init__(self, tapped: Tapped, arguments: Arguments) -> None:
         super().__init__()
         self.tapped = tapped
-        self._arguments = arguments
-        self.train(tapped.training)
+        self.arguments = arguments
+        self.training = tapped.training
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the model by the arguments it was compiled for."""
-        args, kwargs = self._arguments.call(list(tensors))
+        args, kwargs = self.arguments.call(list(tensors))
         value, taps = self.tapped(*args, **kwargs)
         return (*Taken.of(value).tensors, *taps)
 

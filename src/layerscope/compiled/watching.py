@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from layerscope.compiled.model import Compiled
+from layerscope.compiled.model import PRECISE, Compiled
 from layerscope.errors import Unsupported
 from layerscope.patterns import Place
 from layerscope.points import Point
 from layerscope.runtimes import eager
 from layerscope.runtimes.forwards import Forwards
+from layerscope.runtimes.observing import NOT_CALLED, SKIPPED
 from layerscope.runtimes.runtime import Wanted, Weights
 from layerscope.runtimes.sink import Sink
 
@@ -31,8 +32,9 @@ LOGITS = "logits"
 class Watching:
     """The verbs of a runtime for one compiled model."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, measure: bool) -> None:
         self.NAME = name
+        self._measure = measure
 
     def points(self, model: Compiled) -> list[Place]:
         """List what is tapped, and the model itself."""
@@ -59,8 +61,9 @@ class Watching:
 
     def notes(self, model: Compiled) -> dict[str, Any]:
         """Say what belongs into the run's settings, once it is over: what the taps do to the output."""
-        effect = model.observer_effect
-        return {"observer_effect": "not measured: the model was not called" if effect is None else str(effect)}
+        effect = model.observer_effect or (NOT_CALLED if self._measure else SKIPPED)
+        said = {"observer_effect": str(effect)}
+        return {**said, "precision_faithful": True} if PRECISE in model.notes else said
 
     def check(self, model: Compiled, wanted: Wanted, *, ops: bool) -> None:
         """Refuse what was not compiled in."""
@@ -83,7 +86,8 @@ class Watching:
         """Tell `sink` what the wanted taps took until the block ends."""
         forwards = Forwards(sink)
         before = model.redirect(None)
-        compute = before or model.run  # another recording of the same object goes on
+        own = model.run if self._measure else model.run_unmeasured
+        compute = before or own  # another recording of the same object goes on
 
         def run(*args: Any, **kwargs: Any) -> Any:
             value = compute(*args, **kwargs)

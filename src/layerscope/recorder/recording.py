@@ -30,6 +30,7 @@ from layerscope.recorder.devices import Statistics
 from layerscope.recorder.ledger import Ledger
 from layerscope.recorder.taps import Keep, Level, Plan, Request, Wish, plan, schedule_of, taps_of
 from layerscope.runtimes import find, opened
+from layerscope.runtimes.observing import measures
 from layerscope.runtimes.runtime import Runtime
 from layerscope.runtimes.sink import Step
 from layerscope.schedules import Schedule
@@ -70,6 +71,8 @@ def record(
     mode: str | None = None,
     weights: bool | None = None,
     settings: Mapping[str, Any] | None = None,
+    observer: Literal["measure", "skip"] = "measure",
+    precision_faithful: bool = False,
     budget: int = _BUDGET,
     listener: Listener | None = None,
 ) -> Recording:
@@ -90,6 +93,11 @@ def record(
     bytes that wait for the disk. A `listener` is told each record as it is made; in memory, summaries alone are then
     not kept.
 
+    Taps can change what a compiler fuses, and so the output. Of a model that torch.compile runs, the first forward that
+    is recorded is run untapped as well, once, and leaves no trace but the difference in the run's settings;
+    `observer="skip"` does not. `precision_faithful` has Inductor round where the source does while it is recorded, so
+    that taps change nothing: slower, and to other bits than the plain compiled model's.
+
     A tensor seen before is recognised as the same object at the same version. What changes it without changing its
     version (`.data`, numpy, a kernel of one's own) goes unnoticed until the next tensor.
     """
@@ -98,7 +106,7 @@ def record(
     if append and to is None:
         raise ValueError("append=True needs `to=`: a recording in memory has nothing to append to.")
     model = opened(model)
-    runtime = find(model)
+    runtime = find(model, measure=measures(observer), precise=precision_faithful)
     try:
         planned = plan(
             taps_of(taps),

@@ -8,6 +8,7 @@ runtime.points(model)
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from layerscope.errors import Unsupported
@@ -24,16 +25,27 @@ _WHY = {
 }
 
 
-def find(model: Any) -> Runtime:
+def find(model: Any, *, measure: bool = True, precise: bool = False) -> Runtime:
     """Return the runtime that can watch `model`, or say why none can.
 
     Only libraries that are imported already are asked: what they have not made cannot be theirs. A path is opened
-    first; a model that `layerscope.compile` made brings its own runtime.
+    first; a model that `layerscope.compile` made brings its own runtime. `measure` and `precise` are for those that
+    compile: whether to look what the taps change, and whether to round where the source does.
     """
     model = opened(model)
-    own: Runtime | None = getattr(model, "layerscope_runtime", None)
+    runtime = _found(model, measure=measure, precise=precise)
+    if precise and runtime.NAME != "torch.compile":
+        raise Unsupported(
+            f"precision_faithful=True is for models that torch.compile runs, and this one runs in {runtime.NAME}: it "
+            "is not compiled for the recording; leave it out, or give it to layerscope.compile(...)."
+        )
+    return runtime
+
+
+def _found(model: Any, *, measure: bool, precise: bool) -> Runtime:
+    own: Callable[..., Runtime] | None = getattr(model, "layerscope_runtime", None)
     if own is not None:
-        return own
+        return own(measure=measure)
     if "torch" not in sys.modules:
         raise Unsupported(
             f"cannot record a {type(model).__name__}: it is not a torch.nn.Module, and torch is not even imported."
@@ -48,9 +60,9 @@ def find(model: Any) -> Runtime:
         from layerscope.runtimes import eager
 
         if eager.is_compiled(model):
-            from layerscope.runtimes import compiled
+            from layerscope.runtimes.compiled import TorchCompile
 
-            return compiled
+            return TorchCompile(measure=measure, precise=precise)
         return eager
     if "torch.export" in sys.modules and isinstance(model, torch.export.ExportedProgram):
         from layerscope.runtimes import exported

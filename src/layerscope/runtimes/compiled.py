@@ -1,19 +1,20 @@
 """Watch a model that torch.compile runs: the looks are traced into its graph.
 
     compiled = torch.compile(model, fullgraph=True)
-    with watch(compiled, {"layers.3": {"output"}}, sink):
+    with TorchCompile().watch(compiled, {"layers.3": {"output"}}, sink):
         compiled(x)
 
 While the block lasts, calls of the model go to a second compilation of it, with the same backend and options, that also
 gives back a copy of what each wanted module took and returned. It is made once for a set of modules and kept with the
-first: to stop, or to record again, compiles nothing.
+first: to stop, or to record again, compiles nothing. The first call of a block is run in the first compilation as well,
+to see what the looks change in the output.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
@@ -23,15 +24,13 @@ import torch
 from layerscope.errors import Unsupported
 from layerscope.points import Leaf, Point
 from layerscope.runtimes import eager
-from layerscope.runtimes.eager import parameters, points, remark, shared, weights
 from layerscope.runtimes.forwards import Forwards, Redirected
+from layerscope.runtimes.observing import NO_TAPS, NOT_CALLED, SKIPPED, Observer
 from layerscope.runtimes.runtime import Wanted
 from layerscope.runtimes.sink import Sink
 from layerscope.runtimes.values import argument_leaves, leaves
 
-__all__ = ["NAME", "check", "notes", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
-
-NAME = "torch.compile"
+__all__ = ["TorchCompile"]
 
 _log = logging.getLogger("layerscope")
 _SHARED_CODE = (
@@ -41,59 +40,81 @@ _SHARED_CODE = (
 _KEPT = "_layerscope_tapped"  # on the function that torch.compile made: it dies with the compiled model
 
 
-def notes(model: torch.nn.Module) -> dict[str, Any]:
-    """Say that taps can change what the compiler fuses, and that nobody looked whether they did."""
-    return {"observer_effect": "not measured; layerscope.compile(...) measures what its taps change"}
+class TorchCompile:
+    """The verbs of a runtime for one recording of a model that torch.compile runs.
 
+    `measure` has the first call run untapped as well; `precise` has the second compilation round where the source does.
+    """
 
-def check(model: torch.nn.Module, wanted: Wanted, *, ops: bool) -> None:
-    """Refuse gradients and operations: compiled code has other ones, or none."""
-    if any(side.startswith("grad") for sides in wanted.values() for side in sides):
-        raise Unsupported(
-            "gradients are not seen inside a model that torch.compile runs, whose backward pass is one function; "
-            "record them on the module before it is compiled."
-        )
-    if ops:
-        raise Unsupported(
-            "operations are not seen inside a model that torch.compile runs, which fuses them; "
-            "record them on the module before it is compiled."
-        )
+    NAME = "torch.compile"
 
+    points = staticmethod(eager.points)
+    remark = staticmethod(eager.remark)
+    shared = staticmethod(eager.shared)
+    parameters = staticmethod(eager.parameters)
+    weights = staticmethod(eager.weights)
 
-@contextmanager
-def watch(
-    model: torch.nn.Module, wanted: Wanted, sink: Sink, *, ops: Callable[[str], str | None] | None = None
-) -> Iterator[torch.nn.Module]:
-    """Tell `sink` what passes the wanted sides of the wanted modules until the block ends."""
-    forwards = Forwards(sink)
-    attribute = _attribute(model)
-    plain = model.__dict__[attribute]
+    def __init__(self, *, measure: bool = True, precise: bool = False) -> None:
+        by = "the taps and precision_faithful=True" if precise else "the taps"
+        self._observer = Observer(None if measure else SKIPPED, by=by)
+        self._precise = precise
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        value, taken = tapped.run(args, kwargs)
-        for look, found in taken:
-            look.tell(forwards, found)
-        return value
+    def notes(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Say what the taps changed in the output of the first call."""
+        said = {"observer_effect": str(self._observer.effect or NOT_CALLED)}
+        return {**said, "precision_faithful": True} if self._precise else said
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return forwards.run(run, tapped.plainly, wanted.get("", ()), args, kwargs)
+    def check(self, model: torch.nn.Module, wanted: Wanted, *, ops: bool) -> None:
+        """Refuse gradients and operations, for compiled code has other ones or none, and rounding that is not ours."""
+        if any(side.startswith("grad") for sides in wanted.values() for side in sides):
+            raise Unsupported(
+                "gradients are not seen inside a model that torch.compile runs, whose backward pass is one function; "
+                "record them on the module before it is compiled."
+            )
+        if ops:
+            raise Unsupported(
+                "operations are not seen inside a model that torch.compile runs, which fuses them; "
+                "record them on the module before it is compiled."
+            )
+        if self._precise:
+            _precise(_context(model, model.__dict__[_attribute(model)]))
 
-    redirected = Redirected(call, instead_of=plain)
-    tapped = _tapped(model, plain, {name: frozenset(sides) for name, sides in wanted.items() if name})
-    model.__dict__[attribute] = redirected
-    try:
-        yield model
-    finally:
-        model.__dict__[attribute] = plain
-        tapped.detach()
+    @contextmanager
+    def watch(
+        self, model: torch.nn.Module, wanted: Wanted, sink: Sink, *, ops: Callable[[str], str | None] | None = None
+    ) -> Iterator[torch.nn.Module]:
+        """Tell `sink` what passes the wanted sides of the wanted modules until the block ends."""
+        forwards = Forwards(sink)
+        attribute = _attribute(model)
+        plain = model.__dict__[attribute]
 
+        def run(*args: Any, **kwargs: Any) -> Any:
+            value, taken = self._observer.run(tapped.run, tapped.untapped, args, kwargs, model=model)
+            for look, found in taken:
+                look.tell(forwards, found)
+            return value
 
-def why_silent(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Say why each of these modules was never seen to run."""
-    kept: dict[Any, _Tapped] = getattr(model.__dict__[_attribute(model)], _KEPT, {})
-    if any(tapped.breaks for tapped in kept.values()):
-        return dict.fromkeys(names, _SHARED_CODE)
-    return eager.why_silent(model, names)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return forwards.run(run, tapped.plainly, wanted.get("", ()), args, kwargs)
+
+        redirected = Redirected(call, instead_of=plain)
+        inside = {name: frozenset(sides) for name, sides in wanted.items() if name}
+        tapped = _tapped(model, plain, inside, precise=self._precise)
+        if not inside:
+            self._observer.effect = NO_TAPS
+        model.__dict__[attribute] = redirected
+        try:
+            yield model
+        finally:
+            model.__dict__[attribute] = plain
+            tapped.detach()
+
+    def why_silent(self, model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+        """Say why each of these modules was never seen to run."""
+        kept: dict[Any, _Tapped] = getattr(model.__dict__[_attribute(model)], _KEPT, {})
+        if any(tapped.breaks for tapped in kept.values()):
+            return dict.fromkeys(names, _SHARED_CODE)
+        return eager.why_silent(model, names)
 
 
 def _attribute(model: torch.nn.Module) -> str:
@@ -101,12 +122,12 @@ def _attribute(model: torch.nn.Module) -> str:
     return "_compiled_call_impl" if model.__dict__.get("_compiled_call_impl") else "forward"
 
 
-def _tapped(model: torch.nn.Module, plain: Any, wanted: Wanted) -> _Tapped:
+def _tapped(model: torch.nn.Module, plain: Any, wanted: Wanted, *, precise: bool) -> _Tapped:
     """Return the compilation with looks at these places, made once for the life of the compiled model."""
     kept: dict[Any, _Tapped] = plain.__dict__.setdefault(_KEPT, {})
-    key = frozenset(wanted.items())
+    key = (frozenset(wanted.items()), precise)
     if key not in kept:
-        kept[key] = _Tapped(model, plain, wanted)
+        kept[key] = _Tapped(model, plain, wanted, precise=precise)
     return kept[key]
 
 
@@ -160,7 +181,7 @@ def _safe(found: list[tuple[Leaf, torch.Tensor]]) -> list[tuple[Leaf, torch.Tens
 class _Tapped:
     """A second compilation of a model; its looks are on the modules only while it is in use."""
 
-    def __init__(self, model: torch.nn.Module, plain: Any, wanted: Wanted) -> None:
+    def __init__(self, model: torch.nn.Module, plain: Any, wanted: Wanted, *, precise: bool) -> None:
         by_name = eager.modules_of(model).by_name
         self.plain = plain
         self.breaks = False
@@ -174,10 +195,11 @@ class _Tapped:
         self._lock = threading.RLock()  # what is taken in two threads at once would be mixed up
         context = _context(model, plain)
         self._whole = getattr(context, "fullgraph", False)
-        self._call = context(_with_looks(self._taken, _call_of(model))) if wanted else None
+        compiled = _precise(context) if precise else context
+        self._call = compiled(_with_looks(self._taken, _call_of(model))) if wanted else None
         self._ran = False
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """Run the model; return its value, and what the looks took."""
         if self._call is None:
             return self.plain(*args, **kwargs), []
@@ -210,6 +232,11 @@ class _Tapped:
         with self._lock:
             self.detach()
             return self.plain(*args, **kwargs)
+
+    def untapped(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model without looks, before the first run with them: it may be compiled here, in pieces."""
+        with self._lock, self._guarding():
+            return self.plainly(*args, **kwargs)
 
     def detach(self) -> None:
         """Take the looks off the modules; what was compiled with them is kept."""
@@ -257,6 +284,20 @@ def _context(model: torch.nn.Module, plain: Any) -> Any:
             "record the module before it is compiled."
         )
     return context
+
+
+def _precise(context: Any) -> Any:
+    """Return what compiles as `context` does, and rounds where the source does."""
+    inductor: Any = context.callback
+    while hasattr(inductor, "_torchdynamo_orig_backend"):
+        inductor = inductor._torchdynamo_orig_backend
+    if getattr(inductor, "compiler_name", "") != "inductor":
+        raise Unsupported(
+            "precision_faithful=True is a setting of Inductor, and this model is compiled by another backend; "
+            "leave it out, or compile the model with torch.compile(model)."
+        )
+    options = {**inductor.config, "emulate_precision_casts": True}
+    return torch.compile(fullgraph=getattr(context, "fullgraph", False), dynamic=inductor.dynamic, options=options)
 
 
 def _breaks() -> int:

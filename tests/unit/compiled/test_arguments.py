@@ -49,6 +49,54 @@ def test_a_tensor_more_or_less_is_refused():
     assert arguments.tensors((X,), {"mask": None}) == [X]
 
 
+class Scaled(nn.Module):
+    def forward(self, x, scale=2.0, mode=("sum", None)):
+        return x * (1.0 if scale is None else scale)
+
+
+@pytest.mark.parametrize("compiled_for", [None, 2.0, 1, True, float("nan"), "text"], ids=repr)
+def test_a_constant_is_what_it_was_compiled_with_and_none_is_one_of_them(compiled_for):
+    arguments = Arguments.of(Scaled(), (X, compiled_for))
+    assert repr(arguments.call([X])[1]["scale"]) == repr(compiled_for)
+    assert arguments.tensors((X, compiled_for), {}) == [X]
+    for other in [each for each in (None, 3.0, 1.0, False) if each is not compiled_for]:
+        with pytest.raises(Unsupported, match=f"called with x, scale={other!r}"):
+            arguments.tensors((X,), {"scale": other})
+
+
+def test_what_the_example_left_out_may_be_given_as_its_default_alone():
+    arguments = Arguments.of(Scaled(), (X,))
+    assert arguments.tensors((X, 2.0), {"mode": ("sum", None)}) == [X]
+    for name, value, told in [("scale", None, "None"), ("scale", 2, "2"), ("mode", ["sum", None], r"\['sum', None\]")]:
+        with pytest.raises(Unsupported, match=f"compiled for the arguments x; it was called with x, {name}={told}"):
+            arguments.tensors((X,), {name: value})
+
+
+def test_none_keeps_its_place_among_arguments_without_names():
+    arguments = Arguments.of(zoo.Holder(lambda m, *a: a), (X, None, Y))
+    assert arguments.call([X, Y]) == ([X, None, Y], {})
+    assert arguments.tensors((X, None, Y), {}) == [X, Y]
+    for other in [(X, Y), (X, Y, None), (X, None, Y, None)]:
+        with pytest.raises(Unsupported, match="compiled for the arguments 0, 1=None, 2;"):
+            arguments.tensors(other, {})
+
+
+class Rest(nn.Module):
+    def forward(self, x, *rest, scale=1.0):
+        return x
+
+
+def test_a_name_before_arguments_without_names_goes_by_position():
+    args, kwargs = Arguments.of(Rest(), (X, Y, X)).call([X, Y, X])
+    assert [each is other for each, other in zip(args, (X, Y, X), strict=True)] == [True] * 3
+    assert kwargs == {}
+
+
+def test_tensors_are_named_by_their_place():
+    arguments = Arguments.of(zoo.Holder(lambda m, *a, **k: a), {"x": X, "cache": ((X, None), [{"k": Y}])})
+    assert arguments.names() == ["x", "cache[0][0]", "cache[1][0]['k']"]
+
+
 def test_an_argument_given_twice_is_refused():
     with pytest.raises(Unsupported, match="x is given twice"):
         Arguments.of(Two(), (X,)).tensors((X,), {"x": X})

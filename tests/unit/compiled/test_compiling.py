@@ -1,6 +1,8 @@
 """`compile` itself: what is asked for is there for this input, and the model is as it was."""
 
+import copy
 import threading
+from collections import UserDict
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,8 @@ import architectures
 import layerscope as ls
 import zoo
 from asserts import assert_no_hooks_left, assert_same_bits
+from layerscope.compiled import compiling
+from layerscope.compiled.backends import Made
 from layerscope.errors import Incomplete, NothingRecorded, Unsupported
 from layerscope.models.tiny import tiny_transformer
 
@@ -201,11 +205,102 @@ def test_a_graph_that_gives_fewer_taps_than_expected_is_an_error():
         compiled(IDS)
 
 
-def test_a_cache_that_a_graph_cannot_return_is_none_and_said():
+@pytest.mark.parametrize(
+    "inputs", [{"input_ids": IDS}, {"input_ids": IDS, "use_cache": True}], ids=["left out", "asked"]
+)
+def test_a_cache_that_a_graph_cannot_return_is_said_and_cannot_be_used_by_mistake(inputs, caplog, tmp_path):
     model = architectures.make("llama")
-    compiled = ls.compile(model, {"input_ids": IDS}, backend=torch.jit.trace)
-    assert compiled(input_ids=IDS).past_key_values is None
-    assert any("returns a DynamicCache" in note for note in compiled.notes)
+    compiled = ls.compile(model, inputs, backend=torch.jit.trace)
+    said = "the model returns a DynamicCache, which a compiled graph cannot: it is left out"
+    assert said in compiled.notes
+    assert said in caplog.text
+    loaded = ls.load_compiled(compiled.save(tmp_path / "compiled"))
+    for each in (compiled, loaded):
+        cache = each(**inputs).past_key_values
+        assert repr(cache) == "<a DynamicCache that the compiled graph left out>"
+        with pytest.raises(AttributeError, match=r"backend='inductor', which can.*use_cache=False"):
+            cache.get_seq_length()
+        with pytest.raises(Unsupported, match=r"it was called with input_ids.*past_key_values=LeftOut"):
+            each(**inputs, past_key_values=cache)
+
+
+def test_a_model_that_returns_no_cache_has_nothing_left_out(caplog):
+    model = architectures.make("llama")
+    compiled = ls.compile(model, {"input_ids": IDS, "use_cache": False}, backend=torch.jit.trace)
+    assert compiled(input_ids=IDS, use_cache=False).past_key_values is None
+    assert not any("left out" in note for note in compiled.notes)
+    assert "left out" not in caplog.text
+
+
+@pytest.mark.stress
+def test_a_cache_comes_through_inductor():
+    model = architectures.make("llama")
+    compiled = ls.compile(model, {"input_ids": IDS, "use_cache": True}, backend="inductor")
+    with torch.no_grad():
+        cache = compiled(input_ids=IDS, use_cache=True).past_key_values
+    assert cache.get_seq_length() == IDS.shape[1]
+    assert compiled.notes == []
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x, scale=2.0, *more):
+        return sum(more, self.inner(x)) * (1.0 if scale is None else scale)
+
+
+def test_an_explicit_none_is_not_the_default():
+    model, x = Scaled(), torch.randn(2, 4)
+    compiled = ls.compile(model, (x, None), backend=torch.jit.trace, record_layer_outputs="inner")
+    assert_same_bits(compiled(x + 1, None), model.inner(x + 1))
+    compiled = ls.compile(model, (x, 2.0), backend=torch.jit.trace, record_layer_outputs="inner")
+    with pytest.raises(
+        Unsupported, match=r"compiled for the arguments x, scale=2\.0; it was called with x, scale=None"
+    ):
+        compiled(x, None)
+
+
+def test_arguments_without_names_follow_those_with_one():
+    model, x = Scaled(), torch.randn(2, 4)
+    compiled = ls.compile(model, (x, 3.0, x, x), backend=torch.jit.trace, record_layer_outputs="inner")
+    assert_same_bits(compiled(x + 1, 3.0, x, x - 2), model(x + 1, 3.0, x, x - 2))
+
+
+def test_a_call_that_fails_leaves_nothing_of_the_one_before(traced):
+    _, compiled = traced
+    loaded_too = ls.compile(tiny(), (IDS,), backend=eager, observer="skip")
+    for each in (compiled, loaded_too):
+        for wrong in ((), (IDS + 10**6,)):  # refused before the graph, and failing in it
+            each(IDS)
+            assert ls.get_layer_hidden_states()
+            with pytest.raises((Unsupported, RuntimeError, IndexError)):
+                each(*wrong)
+            assert ls.get_layer_hidden_states() is None
+            assert each.taps() == {}
+
+
+def test_an_output_that_cannot_be_made_again_is_refused_when_it_is_compiled():
+    model = zoo.Holder(lambda m, x: UserDict(y=m.inner(x)), inner=nn.Linear(4, 4))
+    with pytest.raises(Unsupported, match=r"Holder returns a UserDict, which cannot be made again.*backend='inductor'"):
+        ls.compile(model, (torch.ones(2, 4),), backend=eager, record_layer_outputs="inner")
+
+
+def test_what_a_compiler_says_is_logged(caplog):
+    def talking(flat, example, *, dynamic, precise):
+        return Made(flat, ("it is only for Tuesdays",))
+
+    backend = SimpleNamespace(NAME="talking", LIVE=False, compile=talking, call=lambda artefact, x: artefact(*x))
+    compiled = compile_with(backend)
+    assert compiled.notes == ["it is only for Tuesdays"]
+    assert "it is only for Tuesdays" in caplog.text
+
+
+def compile_with(backend):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "named", lambda _: backend)
+        return ls.compile(tiny(), (IDS,), backend="talking")
 
 
 # The observer effect ------------------------------------------------------------------------------
@@ -251,6 +346,34 @@ def test_it_can_be_left_out_and_says_so():
     assert str(compiled.observer_effect) == "not measured: observer='skip'"
     with pytest.raises(Unsupported, match="observer='never'"):
         ls.compile(tiny(), (IDS,), backend=eager, observer="never")
+
+
+def test_a_recording_may_leave_it_out_of_an_object_that_was_not_called_yet():
+    compiled = ls.compile(tiny(), (IDS,), backend=eager)
+    with torch.no_grad(), ls.record(compiled, "model.layers.0", observer="skip") as rec:
+        compiled(IDS)
+    assert rec.run.manifest.settings["observer_effect"] == "not measured: observer='skip'"
+    assert compiled.observer_effect is None
+    with torch.no_grad(), ls.record(compiled, "model.layers.0") as rec:
+        compiled(IDS)
+    assert rec.run.manifest.settings["observer_effect"] == "the taps change nothing in the output"
+
+
+@pytest.mark.parametrize("change", [lambda p: p.mul_(0.5), lambda p: p.data.mul_(0.5)], ids=["in place", "behind"])
+def test_the_taps_are_not_blamed_for_weights_that_changed_since(change):
+    model = tiny()
+
+    def frozen(module, example_inputs):
+        return copy.deepcopy(module)
+
+    compiled = ls.compile(model, (IDS,), backend=frozen)
+    for parameter in model.parameters():
+        change(parameter)
+    compiled(IDS)
+    assert str(compiled.observer_effect).startswith("not measured: the model's weights changed")
+    unchanged = ls.compile(model, (IDS,), backend=frozen)
+    unchanged(IDS)
+    assert unchanged.observer_effect.identical
 
 
 def test_an_untapped_model_that_fails_does_not_take_the_call_with_it():
@@ -318,3 +441,28 @@ def test_the_configuration_of_nxd_inference_is_honoured(place, said):
         model.config = SimpleNamespace(neuron_config=config)
     assert bool(ls.compile(model, (IDS,), backend=eager).table.taps) is said
     assert ls.compile(model, (IDS,), backend=eager, record_layer_outputs=True).table.taps
+
+
+@pytest.mark.parametrize("backend", ["torchscript", "export"])
+def test_each_part_keeps_its_own_mode(backend):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).train()
+    model[1].eval()  # frozen, as in fine-tuning
+    x = torch.randn(8, 4) * 3 + 1
+    expected = model(x)
+    compiled = ls.compile(model, (x,), backend=backend, record_layer_outputs="*")
+    assert torch.equal(compiled(x), expected)
+    assert [part.training for part in model] == [True, False, True]
+
+
+def test_what_a_module_counts_has_not_moved_when_it_is_compiled():
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    model, x = Counting(4, 4), torch.randn(2, 4)
+    compiled = ls.compile(model, (x,), backend="torchscript", record_layer_outputs="**")
+    assert model.calls == 0
+    assert torch.equal(compiled(x), model(x))

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import layerscope as ls
+import zoo
 from asserts import assert_same_bits
+from layerscope.compiled.saving import read_table
 from layerscope.errors import BadModel, RunExists, Unsupported
 from layerscope.models.tiny import tiny_transformer
 
@@ -68,11 +70,61 @@ def test_a_save_that_fails_leaves_nothing(model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+
+def test_what_a_compiler_made_and_cannot_save_is_told_and_leaves_nothing(tmp_path):
+    model = zoo.Holder(lambda m, x: Doubled.apply(m.inner(x)), inner=torch.nn.Linear(4, 4))
+    compiled = ls.compile(model, (torch.ones(2, 4),), backend="torchscript", record_layer_outputs="inner")
+    with pytest.raises(
+        Unsupported, match=r"torchscript compiled this model and cannot save it: Could not export Python"
+    ):
+        compiled.save(tmp_path / "deep" / "down" / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_nothing_can_be_written_is_told(saved, tmp_path, monkeypatch):
+    loaded = ls.load_compiled(saved)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RunExists, match=r"file/x' cannot be made \(File exists: .*file'\); save to another folder"):
+        loaded.save(tmp_path / "file" / "x")
+    with pytest.raises(RunExists, match="is there already"):
+        loaded.save(tmp_path / "file")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(RunExists, match=r"'\.' is the folder you are in.*name one inside it"):
+        loaded.save(".")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "here"]
+    assert loaded.save("inside").is_dir()
+
+
+def test_a_graph_and_a_table_that_were_not_saved_together_are_told(saved, tmp_path):
+    other = ls.compile(tiny_transformer(layers=3, hidden=16, heads=2), (IDS,), backend="torchscript", observer="skip")
+    mixed = other.save(tmp_path / "mixed")
+    (mixed / "taps.json").write_text((saved / "taps.json").read_text())
+    with pytest.raises(BadModel, match=r"gives 6 tensors, and its taps\.json tells of 5: they were not saved together"):
+        ls.load_compiled(mixed)(IDS)
+
+
 def test_a_compilers_own_torchscript_is_saved(model, tmp_path):
     compiled = ls.compile(model, (IDS,), backend=lambda m, e: torch.jit.trace(m, e, check_trace=False))
     loaded = ls.load_compiled(compiled.save(tmp_path / "own"))
     with torch.no_grad():
         assert_same_bits(loaded(IDS + 2), model(IDS + 2))
+
+
+def test_the_table_is_read_without_the_graph(saved, tmp_path):
+    (tmp_path / "taps.json").write_text((saved / "taps.json").read_text())
+    backend, table = read_table(tmp_path)
+    assert backend == "torchscript"
+    assert [tap.key for tap in table.taps] == ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
+    assert table.takes == ("input_ids",)
+    (tmp_path / "taps.json").write_text("{}")
+    with pytest.raises(BadModel, match=r"holds no compiled model: taps\.json is not a table of taps"):
+        read_table(tmp_path)
 
 
 def test_what_is_no_compiled_model_is_refused(tmp_path, saved):

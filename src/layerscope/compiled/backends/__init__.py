@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import torch
 
-from layerscope.compiled.backends.backend import Backend, Made
+from layerscope.compiled.backends.backend import Backend, Made, Mismatch, sized
 from layerscope.errors import Unsupported
 
-__all__ = ["NAMES", "Backend", "Made", "named"]
+__all__ = ["NAMES", "Backend", "Made", "Mismatch", "named", "sized"]
 
 NAMES = ("torchscript", "inductor", "export", "aoti", "onnx", "neuron")
 

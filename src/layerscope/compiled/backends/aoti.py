@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from layerscope.compiled.backends.backend import Made
-from layerscope.compiled.backends.export import exported
+from layerscope.compiled.backends.export import exported, fixed, sizes_of
 from layerscope.compiled.tapping import Flat
 from layerscope.errors import BadModel
 
@@ -42,7 +42,7 @@ def compile(flat: Flat, example: tuple[torch.Tensor, ...], *, dynamic: bool, pre
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch's own use of its trees
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
-    return Made(Package(path, passing=True))
+    return Made(Package(path, passing=True), fixed(flat, example, sizes_of(program)) if dynamic else ())
 
 
 def call(artefact: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -14,15 +14,33 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from layerscope.compiled.tapping import Flat
+from layerscope.runtimes.observing import ObserverEffect
 
-__all__ = ["Backend", "Made"]
+__all__ = ["Backend", "Made", "Mismatch", "sized"]
 
 
 class Made(NamedTuple):
-    """What a compiler made, and what it said on the way that a user should know."""
+    """What a compiler made, and what it said on the way that a user should know.
+
+    `effect` is there where what the taps do to the output cannot be measured, and says why.
+    """
 
     artefact: Any
     notes: tuple[str, ...] = ()
+    effect: ObserverEffect | None = None
+
+
+class Mismatch(Exception):
+    """A graph was given tensors that it was not compiled for; `takes` says of each what it was compiled for."""
+
+    def __init__(self, takes: Sequence[str], why: str) -> None:
+        super().__init__(why)
+        self.takes = takes
+
+
+def sized(tensor: torch.Tensor) -> str:
+    """Say what a tensor is: `float32 (2, 6)`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} ({', '.join(map(str, tensor.shape))})"
 
 
 class Backend(Protocol):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from layerscope.compiled.backends.backend import Made
 from layerscope.compiled.tapping import Flat, alone
@@ -22,7 +23,7 @@ def compile(flat: Flat, example: tuple[torch.Tensor, ...], *, dynamic: bool, pre
     """Have the whole model compiled as one graph; a second size of an input makes it a dynamic one."""
     options: dict[str, Any] = {"emulate_precision_casts": True} if precise else {}
     return Made(
-        torch.compile(_called(flat.tapped), fullgraph=True, dynamic=None if dynamic else False, options=options)
+        _said(torch.compile(_called(flat.tapped), fullgraph=True, dynamic=None if dynamic else False, options=options))
     )
 
 
@@ -49,3 +50,21 @@ def _called(model: torch.nn.Module) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     return alone(tapped)  # type: ignore[no-any-return]
+
+
+def _said(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Have what cannot be compiled told in a sentence; the compiler's own pages are its cause."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            where = next((line for line in reversed(lines) if line.startswith("File ")), "")
+            raise Unsupported(
+                f"inductor cannot compile the model as one graph for these inputs: {lines[0].rstrip('.')}"
+                f"{f' ({where})' if where else ''}. Take what hinders it out of the model's code, try another backend, "
+                "or record the model uncompiled."
+            ) from error
+
+    return call

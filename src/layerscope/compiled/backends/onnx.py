@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-from layerscope.compiled.backends.backend import Made
-from layerscope.compiled.backends.export import exported
+from layerscope.compiled.backends.backend import Made, Mismatch, sized
+from layerscope.compiled.backends.export import exported, fixed, quiet, taken
 from layerscope.compiled.tapping import Flat
-from layerscope.errors import BadModel, MissingExtra
+from layerscope.errors import BadModel, Unsupported
+from layerscope.runtimes.keeping import kept
+from layerscope.runtimes.observing import ObserverEffect
+from layerscope.runtimes.onnx_session import Session, library
 
 __all__ = ["FILE", "LIVE", "NAME", "call", "compile", "load", "save"]
 
 NAME = "onnx"
 LIVE = False
 FILE = "model.onnx"
+RANDOM = "the model draws random numbers, which ONNX Runtime does not take from torch's generator: they are others"
+UNMEASURED = ObserverEffect(reason="not measured: the model draws other random numbers at each call")
 
-_ERRORS = 3  # it warns of every constant that it does not fold
 
-
-class Session:
-    """An .onnx file, and the session of ONNX Runtime that runs it; the folder of a passing one goes with it."""
+class Artefact:
+    """An .onnx file, and the session that runs it; the folder of a passing one goes with it."""
 
     def __init__(self, path: Path, *, passing: bool = False) -> None:
-        onnxruntime = _library("onnxruntime")
-        if not path.is_file():
-            raise BadModel(f"{str(path)!r} is not there.")
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = _ERRORS
-        there = onnxruntime.get_available_providers()
-        providers = [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in there]
         self.path = path
-        self.session = onnxruntime.InferenceSession(str(path), options, providers=providers)
-        self.inputs = [each.name for each in self.session.get_inputs()]
-        self.outputs = [each.name for each in self.session.get_outputs()]
+        self.session = Session(path)
         if passing:
             weakref.finalize(self, shutil.rmtree, path.parent, ignore_errors=True)
 
@@ -55,19 +45,28 @@ def compile(flat: Flat, example: tuple[torch.Tensor, ...], *, dynamic: bool, pre
     ONNX Runtime optimises the graph when it is loaded; the exporter's own passes only take time, most of it.
     """
     for name in ("onnx", "onnxscript", "onnxruntime"):
-        _library(name)
+        library(name)
+    random = _checked(flat, example)
     program = exported(flat, example, dynamic=dynamic)
     path = Path(tempfile.mkdtemp(prefix="layerscope_onnx_")) / FILE
-    with _quiet():
+    with warnings.catch_warnings(), quiet("torch.onnx"):
+        warnings.simplefilter("ignore")
         torch.onnx.export(program, (), path, dynamo=True, verbose=False, external_data=True, optimize=False)
-    return Made(Session(path, passing=True))
+    artefact = Artefact(path, passing=True)
+    notes = fixed(flat, example, [shape for _, shape in _inputs(path)]) if dynamic else ()
+    return Made(artefact, (*notes, RANDOM), UNMEASURED) if random else Made(artefact, notes)
 
 
 def call(artefact: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Run the session, on the tensors' own memory."""
-    feed = {name: _value(tensor) for name, tensor in zip(artefact.inputs, tensors, strict=True)}
-    made = artefact.session.run_with_ort_values(artefact.outputs, feed)
-    return [_tensor(each) for each in made]
+    session: Session = artefact.session
+    try:
+        return list(session.run(dict(zip(session.inputs, tensors, strict=True))).values())
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        said = str(error).splitlines()[0].rpartition(" : ")[2].strip().rstrip(".")
+        raise Mismatch([taken(*each) for each in _inputs(artefact.path)], said) from error
 
 
 def save(artefact: Any, folder: Path) -> None:
@@ -78,36 +77,59 @@ def save(artefact: Any, folder: Path) -> None:
 
 def load(folder: Path) -> Any:
     """Start a session of the file."""
-    return Session(folder / FILE)
+    if not (folder / FILE).is_file():
+        raise BadModel(f"{str(folder / FILE)!r} is not there.")
+    return Artefact(folder / FILE)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporter's remarks on its own future, and on libraries that nobody asked for, out of the user's log."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
+def _checked(flat: Flat, example: tuple[torch.Tensor, ...]) -> bool:
+    """Run the model once, refuse what ONNX would do otherwise without a word, and tell whether it draws numbers."""
+    before = {name: buffer.clone() for name, buffer in flat.tapped.model.named_buffers()}
+    state = _random_state()
+    with kept(flat), torch.no_grad():
+        made = flat(*example)
+        after = {name: buffer.clone() for name, buffer in flat.tapped.model.named_buffers()}
+        drawn = _random_state() != state
+    training = " Call model.eval() before you compile it." if flat.training else ""
+    changed = [name for name, buffer in after.items() if name not in before or not _equal(before[name], buffer)]
+    if changed:
+        raise Unsupported(
+            f"a call of the model changes its buffer {changed[0]}, and an ONNX graph keeps nothing between calls."
+            f"{training or ' Another backend does: torchscript or export.'}"
+        )
+    if drawn and flat.training:
+        raise Unsupported(
+            "the model is in training mode and draws random numbers (dropout), which ONNX Runtime does not take from "
+            f"torch's generator.{training}"
+        )
+    odd = [tensor for tensor in (*example, *made) if tensor.is_complex()]
+    if odd:
+        raise Unsupported(
+            f"ONNX has no complex numbers, and the model takes, returns or is tapped for {sized(odd[0])}; use "
+            "torch.view_as_real in the model, leave that tap out, or take another backend."
+        )
+    return drawn
 
 
-def _value(tensor: torch.Tensor) -> Any:
-    # ONNX Runtime does not read booleans by DLPack, and numpy has no bfloat16.
-    tensor, kind = tensor.detach().cpu().contiguous(), _library("onnxruntime").OrtValue
-    return kind.ortvalue_from_numpy(tensor.numpy()) if tensor.dtype == torch.bool else kind.from_dlpack(tensor)
+def _random_state() -> list[bytes]:
+    states = [torch.random.get_rng_state()]
+    if torch.cuda.is_available():
+        states += torch.cuda.get_rng_state_all()
+    return [state.numpy().tobytes() for state in states]
 
 
-def _tensor(value: Any) -> torch.Tensor:
-    tensor: torch.Tensor = from_dlpack(value._ortvalue)
-    return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtra(f"the onnx backend takes {name}: pip install 'layerscope[onnx]'.") from error
+def _inputs(path: Path) -> list[tuple[str, list[int | None]]]:
+    """Return the dtype and the sizes of each input of a file, None for those that are free."""
+    onnx = library("onnx")
+    kinds = [each.type.tensor_type for each in onnx.load(path, load_external_data=False).graph.input]
+    return [
+        (
+            onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type).name,
+            [size.dim_value if size.HasField("dim_value") else None for size in kind.shape.dim],
+        )
+        for kind in kinds
+    ]

@@ -20,6 +20,7 @@ __all__ = ["FILE", "LIVE", "NAME", "call", "compile", "load", "save"]
 NAME = "torchscript"
 LIVE = False
 FILE = "model.pt"
+_LINES = 5
 
 
 def compile(flat: Flat, example: tuple[torch.Tensor, ...], *, dynamic: bool, precise: bool) -> Made:
@@ -27,9 +28,7 @@ def compile(flat: Flat, example: tuple[torch.Tensor, ...], *, dynamic: bool, pre
     frozen: list[str] = []
     with _listening(frozen):
         traced: Any = torch.jit.trace(flat, example, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
-    if frozen:
-        return Made(traced, (f"tracing keeps {len(frozen)} values as the example has them, first {frozen[0]}",))
-    return Made(traced)
+    return Made(traced, _told(list(dict.fromkeys(frozen))))
 
 
 def call(artefact: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -46,6 +45,16 @@ def save(artefact: Any, folder: Path) -> None:
 def load(folder: Path) -> Any:
     """Read the module back."""
     return opened(folder / FILE)
+
+
+def _told(lines: list[str]) -> tuple[str, ...]:
+    if not lines:
+        return ()
+    more = f" and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
+    return (
+        f"tracing keeps {len(lines)} values as the example has them, and takes the same branch for any input: "
+        f"{', '.join(lines[:_LINES])}{more}",
+    )
 
 
 @contextmanager
