@@ -1,7 +1,7 @@
 """What the two layer-by-layer scripts share: the prompt, the files of Neuron's layout, and what is printed of them.
 
 compiled(*inputs.args, **inputs.kwargs)
-save(compiled, Path("test_layers/full_model"), about={"model": "minimax-m2-tiny"})
+save(compiled, Path("test_layers/full_model"), about={"model": {"name": "minimax-m2-tiny"}, "seed": 0})
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ def called_with(loaded: Loaded, prompt: str | None) -> Inputs:
 
 
 def save(compiled: Compiled, folder: Path, *, about: dict[str, Any]) -> None:
-    """Write the hidden states and the logits of the last call, and print what they are like."""
+    """Write the hidden states and the logits of the last call, and print what they are like.
+
+    `about` is for the manifest; of that, the layout's `metadata.pt` has the model's name and the settings.
+    """
     states = get_layer_hidden_states() or []
-    run = MemoryRun(Manifest(mode=compiled.backend, runtime=compiled.backend, **about))
+    settings = {"seed": about["seed"], **about.get("settings", {})}
+    run = MemoryRun(Manifest(mode=compiled.backend, runtime=compiled.backend, **{**about, "settings": settings}))
     numbers = range(-1 if compiled.table.embedded else 0, len(states))
     for number, state in zip(numbers, states, strict=False):
         _add(run, "embedding" if number < 0 else f"layers.{number}", state)

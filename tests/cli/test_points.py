@@ -1,7 +1,6 @@
 """`layerscope points`: the modules of a model, the points of a run."""
 
 import json
-import warnings
 
 import pytest
 import torch
@@ -113,64 +112,3 @@ def test_shapes_that_differ_are_counted(cli, tmp_path):
     assert torch.equal(
         torch.tensor(json.loads(cli("points", "run", "--json").out)["points"][0]["shape"]), torch.tensor([[1], [2]])
     )
-
-
-# Files of compiled models -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def files(tmp_path):
-    """The same model as TorchScript, frozen, exported; and a file that is machine code."""
-    model = tiny_transformer(layers=2, hidden=16, heads=2).eval()
-    ids = torch.arange(6).view(1, 6)
-    traced = torch.jit.trace(model, (ids,))
-    torch.jit.save(traced, tmp_path / "model.pt")
-    torch.jit.save(torch.jit.freeze(traced), tmp_path / "frozen.pt")
-    torch.export.save(torch.export.export(model, (ids,)), tmp_path / "model.pt2")
-    (tmp_path / "model.neff").write_bytes(b"\x7fELF")
-    return model
-
-
-@pytest.mark.parametrize(("file", "runtime"), [("model.pt", "torchscript"), ("model.pt2", "export")])
-def test_the_file_of_a_compiled_model_lists_the_modules_of_its_source(cli, files, file, runtime):
-    answer = cli("points", file)
-    assert answer.code == 0
-    assert f"recorded in {runtime}" in answer.out
-    page = json.loads(cli("points", file, "--json").out)
-    source = {name or ".": sum(p.numel() for p in m.parameters()) for name, m in files.named_modules()}
-    assert {row["name"]: row["parameters"] for row in page["modules"]} == source
-    selected = json.loads(cli("points", file, "model.layers.*:input,output", "--json").out)
-    assert [row["point"] for row in selected["points"]] == [
-        f"model.layers.{i}:{side}" for i in (0, 1) for side in ("input", "output")
-    ]
-
-
-def test_a_frozen_file_lists_its_operations_and_says_why(cli, files):
-    answer = cli("points", "frozen.pt")
-    assert answer.code == 0
-    assert "torch.jit.freeze" in answer.out
-    kinds = {row["type"] for row in json.loads(cli("points", "frozen.pt", "--json").out)["modules"]}
-    assert {"embedding", "linear", "rms_norm"} <= kinds
-
-
-@pytest.mark.parametrize("command", [("points",), ("record", "-o", "run")])
-def test_a_file_in_which_nothing_can_be_tapped_is_exit_code_2_with_one_sentence(cli, files, command, tmp_path):
-    answer = cli(command[0], "model.neff", *(("0",) if command[0] == "record" else ()), *command[1:])
-    assert answer.code == 2
-    assert "is a Neuron NEFF, machine code in which no layer is left to tap" in answer.err
-    assert "record_layer_outputs=True" in answer.err
-    assert len(answer.err.strip().splitlines()) == 1
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_onnx_file_lists_its_modules(cli, tmp_path):
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
-    model = tiny_transformer(layers=2, hidden=16, heads=2).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the exporter, about itself
-        torch.onnx.export(model, (torch.arange(6).view(1, 6),), tmp_path / "m.onnx", dynamo=True, verbose=False)
-    page = json.loads(cli("points", "m.onnx", "--json").out)
-    assert {row["name"]: row["type"] for row in page["modules"]} == {
-        name or ".": type(module).__name__ for name, module in model.named_modules()
-    }

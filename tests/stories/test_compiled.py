@@ -15,7 +15,9 @@ import torch
 
 import architectures
 import layerscope as ls
+from artefacts import change
 from asserts import assert_no_hooks_left, assert_same_bits
+from layerscope.cli import main
 from layerscope.models.minimax import MiniMaxM2Config, minimax_m2
 
 # The same operations give the same bits; another compiler's order of additions costs a few units of the last place.
@@ -234,8 +236,15 @@ def pair(request, tmp_path_factory):
     return Pair(*request.param, tmp_path_factory.mktemp("pair"))
 
 
+def exit_code(*args):
+    with pytest.raises(SystemExit) as left:
+        main([str(each) for each in args])
+    return left.value.code or 0
+
+
 def test_eager_and_compiled_do_not_part(pair):
     result = pair.recorded(pair.compiled, "compiled")
+    assert exit_code("compare", pair.folder / "eager", pair.folder / "compiled") == 0
     assert len(result.rows) == 3
     assert str(result.verdict) in ("same", "noise")
     assert result.first_divergence is None
@@ -245,30 +254,15 @@ def test_a_weight_that_was_changed_in_the_artefact_names_its_layer(pair):
     folder = pair.compiled.save(pair.folder / "artefact")
     changed = pair.folder / "changed"
     shutil.copytree(folder, changed)
-    (change_torchscript if pair.backend == "torchscript" else change_onnx)(changed, f"{pair.layers[1]}.")
+    layer = pair.model.get_submodule(pair.layers[1]).state_dict()
+    weight = next(value for name, value in layer.items() if name.endswith("proj.weight"))
+    change(changed / ("model.pt" if pair.backend == "torchscript" else "model.onnx"), weight)
     result = pair.recorded(ls.load_compiled(changed), "after")
+    assert exit_code("compare", pair.folder / "eager", pair.folder / "after") == 1
     assert str(result.verdict) == "differs"
     assert result.first_divergence.name == pair.layers[1]
     again = pair.recorded(ls.load_compiled(folder), "before")
     assert again.first_divergence is None
-
-
-def change_torchscript(folder, layer):
-    module = torch.jit.load(folder / "model.pt")
-    weight = next(p for name, p in module.named_parameters() if layer in name and name.endswith("proj.weight"))
-    weight.mul_(1.2)
-    torch.jit.save(module, folder / "model.pt")
-
-
-def change_onnx(folder, layer):
-    onnx = pytest.importorskip("onnx")
-    model = onnx.load(folder / "model.onnx")
-    weight = next(t for t in model.graph.initializer if layer in t.name and t.name.endswith("proj.weight"))
-    values = onnx.numpy_helper.to_array(weight)
-    weight.CopyFrom(onnx.numpy_helper.from_array(values * values.dtype.type(1.2), weight.name))
-    for path in folder.glob("model.onnx*"):
-        path.unlink()
-    onnx.save(model, folder / "model.onnx")
 
 
 # The layer-by-layer scripts -----------------------------------------------------------------------
@@ -336,6 +330,44 @@ def test_a_compiled_model_is_run_again_without_compiling(script, tmp_path):
     assert script("test_layer_by_layer", *again, "--prompt", "something else")[0] == 0
     other = torch.load(tmp_path / "test_layers/again/layer_8_output.pt", weights_only=True)
     assert other.shape == (1, len("something else"), 64)
+
+
+def test_a_compiled_model_of_another_seed_is_refused_and_the_seed_is_kept_with_the_outputs(script, tmp_path):
+    again = ("--model", "tiny-transformer", "--skip-compile", "--output_dir", "test_layers/again")
+    assert script("test_layer_by_layer", "--model", "tiny-transformer", "--seed", "3")[0] == 0
+    code, _, err = script("test_layer_by_layer", *again, "--seed", "5", "--prompt", "hello")
+    assert code == 2
+    assert "was compiled from --seed 3, and --seed 5 is asked for; run once without --skip-compile" in err
+    assert not (tmp_path / "test_layers/again").exists()
+    for seed in ((), ("--seed", "3")):  # left out, it is the one that was compiled
+        assert script("test_layer_by_layer", *again, *seed, "--prompt", "hello")[0] == 0
+        said = torch.load(tmp_path / "test_layers/again/metadata.pt", weights_only=True)
+        assert (said["model"], said["seed"]) == ("tiny-transformer", 3)
+    reference = ("--model", "tiny-transformer", "--seed", "3", "--prompt", "hello", "--device", "cpu")
+    assert script("test_layer_by_layer_gpu", *reference)[0] == 0
+    assert torch.load(tmp_path / "gpu_reference/full_model/metadata.pt", weights_only=True)["seed"] == 3
+    result = ls.compare(tmp_path / "gpu_reference/full_model", tmp_path / "test_layers/again")
+    assert str(result.verdict) == "same"
+
+
+def test_a_compiled_model_of_other_weights_or_of_nobody_knows_what_is_refused(script, tmp_path):
+    source = tmp_path / "own.py"
+    source.write_text(textwrap.dedent(BROKEN).replace("2].mlp", "1].mlp"))
+    again = ("--model", "own.py:make", "--skip-compile", "--output_dir", "test_layers/again")
+    assert script("test_layer_by_layer", "--model", "own.py:make")[0] == 0
+    assert script("test_layer_by_layer", *again)[0] == 0
+    source.write_text(textwrap.dedent(BROKEN))
+    code, _, err = script("test_layer_by_layer", *again)
+    assert code == 2
+    assert "compiled from other weights than own.py:make has now; run once without --skip-compile" in err
+    source.unlink()  # the source is not needed; what cannot be checked is said
+    code, _, err = script("test_layer_by_layer", *again)
+    assert code == 0
+    assert "the weights are not compared with those that were compiled" in err
+    (tmp_path / "test_layers/compiled/own.py_make-torchscript/source.json").unlink()
+    code, _, err = script("test_layer_by_layer", *again)
+    assert code == 2
+    assert "does not say what was compiled there" in err
 
 
 def test_layers_that_are_not_finite_are_listed(script, tmp_path):

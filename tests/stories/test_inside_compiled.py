@@ -12,6 +12,7 @@ from torch import nn
 
 import architectures
 import layerscope as ls
+from layerscope.cli import main
 from layerscope.runtimes import opened
 
 LAST = {"llama": "model.model.layers.1.mlp.down_proj", "mamba": "model.backbone.layers.1.mixer.out_proj"}
@@ -118,3 +119,35 @@ def test_a_file_of_a_process_that_has_ended_is_opened_where_its_source_is_not(tm
                 rec.model(x)
         for step, value in enumerate(expected["first"]):
             assert torch.equal(rec.run.tensor("first", step=step), value)
+
+
+def test_what_the_taps_of_a_recording_change_is_in_the_run_and_on_every_page(tmp_path, capsys):
+    """torch.compile may fuse otherwise when somebody looks; here it plainly does, so that the check can fail."""
+
+    def fusing(graph, inputs):
+        outputs = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+        return lambda *args: [t + 0.5 if at == 0 and len(outputs) > 1 else t for at, t in enumerate(graph(*args))]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4)
+    for name, backend, how in (
+        ("eager", None, {}),
+        ("changed", fusing, {}),
+        ("unchanged", "aot_eager", {}),
+        ("skipped", "aot_eager", {"observer": "skip"}),
+    ):
+        torch._dynamo.reset()
+        made = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+        with torch.no_grad(), ls.record(made, "*", to=tmp_path / name, **how):
+            made(x)
+    said = {
+        "changed": "the taps change the output: max abs 5.00e-01",
+        "unchanged": "the taps change nothing in the output",
+        "skipped": "not measured: observer='skip'",
+    }
+    for name, sentence in said.items():
+        assert sentence in ls.open_run(tmp_path / name).manifest.settings["observer_effect"]
+        for command in (["show", name], ["compare", "eager", name]):
+            with pytest.raises(SystemExit):
+                main([command[0], *(str(tmp_path / run) for run in command[1:])])
+            assert sentence in " ".join(capsys.readouterr().out.split())

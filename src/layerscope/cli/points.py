@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,7 @@ from layerscope.patterns import Place, select, split
 from layerscope.points import escape
 from layerscope.report.parts import Cell, Column, Document, Part, Sentence, Table, Value
 from layerscope.report.writing import many
+from layerscope.runtimes.files import kind_of
 
 if TYPE_CHECKING:
     from layerscope.models import Loaded
@@ -30,6 +32,7 @@ __all__ = ["command"]
 EXAMPLES = options.examples(
     "layerscope points tiny-transformer",
     "layerscope points tiny-transformer 'model.layers.{0,-1}.**'",
+    "layerscope points model.onnx",
     "layerscope points runs/demo",
 )
 
@@ -41,6 +44,8 @@ EXAMPLES = options.examples(
 def command(of: str, patterns: tuple[str, ...], as_json: bool) -> int:
     """List the modules of MODEL, or the points recorded in RUN; with PATTERNs, what they select.
 
+    Of a folder that a compiled model was saved to, its taps are listed; its graph is not loaded.
+
     Exit code 2 when something of RUN cannot be read; the rest is listed.
     """
     run = _run(of)
@@ -48,6 +53,12 @@ def command(of: str, patterns: tuple[str, ...], as_json: bool) -> int:
     if run is not None:
         with counting("reading") as tell:
             page, damaged = run_document(run, of, patterns, tell)
+    elif kind_of(Path(of)) == "compiled":
+        with working(f"reading {of}"):
+            from layerscope.cli.tapped import tapped_document
+            from layerscope.compiled.saving import read_table
+
+            page = tapped_document(read_table(of), of, patterns)
     else:
         with working(f"loading {of}"):
             from layerscope.models import load_model
