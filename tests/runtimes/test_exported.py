@@ -147,6 +147,31 @@ def test_the_file_is_not_touched(tmp_path):
     assert_same_bits(rec["0"], model[0](x))
 
 
+def test_arguments_go_by_name_too_and_wrong_ones_are_told():
+    model = zoo.Holder(lambda m, x: m.lin(x), lin=nn.Linear(4, 4))
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x, pair, *, scale):
+            return self.inner(x) * scale + pair[0] - pair[1]
+
+    x, y, z = torch.randn(3, 2, 4)
+    source = Scaled().eval()
+    program = reloaded(torch.export.export(source, (x, (y, z)), {"scale": z}))
+    with ls.record(program, "inner") as rec, torch.no_grad():
+        first = rec.model(x, (y, z), scale=z)
+        assert_same_bits(rec.model(scale=z, pair=(y, z), x=x), first)
+        assert_same_bits(rec.model(x, pair=(y, z), scale=z), first)
+        assert_same_bits(first, source(x, (y, z), scale=z))
+        for wrong in ({"pair": (y, z), "scale": z}, {"x": x, "scale": z}, {"x": x, "pair": (y, z)}):
+            with pytest.raises((ValueError, TypeError)):
+                rec.model(**wrong)
+    assert len(rec.run.moments) == 3
+
+
 # What stays silent, and what is refused ---------------------------------------------------------
 
 
@@ -158,6 +183,19 @@ def test_a_module_that_computes_nothing_is_missing_with_the_reason():
     [missing] = rec.missing
     assert missing.point == "1:output"
     assert "it computes nothing (an identity)" in missing.reason
+
+
+def test_a_dead_output_is_missing_with_the_reason():
+    model, (x,) = zoo.never_called()
+    model._forward = lambda m, x: (m.unused(x), m.used(x))[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its own
+        program = torch.export.export(model, (x,)).run_decompositions({})
+    with ls.record(program, ["used", "unused"]) as rec:
+        rec.model(x)
+    [missing] = rec.missing
+    assert missing.point == "unused:output"
+    assert "nothing used what it returned (a dead output)" in missing.reason
 
 
 def test_gradients_are_refused():

@@ -289,6 +289,10 @@ def test_an_engine_is_refused_with_the_way_that_works():
     module = reloaded(torch.jit.trace(engine, (torch.ones(2),)))
     with pytest.raises(TypeError, match=r"a Neuron NEFF \(neuron::forward_v2_1\).*record_layer_outputs=True"):
         ls.record(module, "inner")
+    assert "nothing inside can be recorded, only its inputs and outputs" in torchscript.remark(module)
+    with ls.record(module, ".:input,output") as rec:
+        module(torch.ones(2))
+    assert torch.equal(rec["."], torch.full((2,), 2.0))
     library._destroy()
 
 

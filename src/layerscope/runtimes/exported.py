@@ -10,9 +10,11 @@ graph, at the values that each module computed for others (`scopes.py`): the ten
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -100,7 +102,13 @@ def watch(
         planting.around_ops(ops)
     tapped.graph.lint()
     tapped.recompile()
-    yield lambda *args, **kwargs: forwards.run(tapped, plain, wanted.get("", ()), args, kwargs)
+    names = _positional(program, plain)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = [kwargs.pop(name) for name in takewhile(kwargs.__contains__, names[len(args) :])]
+        return forwards.run(tapped, plain, wanted.get("", ()), (*args, *named), kwargs)
+
+    yield call
 
 
 def why_silent(program: ExportedProgram, names: Iterable[str]) -> dict[str, str]:
@@ -223,6 +231,13 @@ def _passed(node: Node) -> str | None:
 
 def _makes_tensors(node: Node) -> bool:
     return bool(leaves(node.meta.get("val")))
+
+
+def _positional(program: ExportedProgram, module: torch.nn.Module) -> list[str]:
+    """Return the names of the arguments that were given by position: a program does not take those by name."""
+    spec = program.call_spec.in_spec
+    count = spec.child(0).num_children if spec is not None else 0
+    return list(inspect.signature(module.forward).parameters)[:count]
 
 
 def _returned(graph: Graph) -> set[str]:

@@ -1,4 +1,4 @@
-"""Files that hold a model: told apart by their contents, opened with the library that made them.
+"""Files and folders that hold a model: told apart by their contents, opened with the library that made them.
 
     opened("model.pt2")            # a torch.export.ExportedProgram
     opened(model)                  # what is no path comes back as it is
@@ -14,14 +14,17 @@ import json
 import os
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, Literal
 
 from layerscope.errors import BadModel, Unsupported
 
-__all__ = ["SUFFIXES", "is_file", "kind_of", "opened"]
+__all__ = ["MEND", "SUFFIXES", "TAPS", "damage", "is_file", "kind_of", "opened"]
 
-Kind = Literal["torchscript", "export", "onnx", "aoti", "neff", "tensorrt", "ort"]
+Kind = Literal["torchscript", "export", "onnx", "aoti", "neff", "tensorrt", "ort", "compiled"]
+
+TAPS = "taps.json"  # what makes a folder one that a compiled model was saved to
 
 _AGAIN = "compile the model again with layerscope.compile(..., record_layer_outputs=True)"
 _BY_SUFFIX: dict[str, Kind] = {
@@ -34,6 +37,11 @@ _BY_SUFFIX: dict[str, Kind] = {
 }
 _ZIPS = (".pt", ".pth", ".ts", ".pt2")
 SUFFIXES = (*_ZIPS, *_BY_SUFFIX)
+_ZIP = b"PK\x03\x04"  # how an archive begins
+_PICKLE = b"\x80"
+_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError)  # what a damaged archive raises
+_ARCHIVE = "a zip archive as torch.jit.save and torch.export.save write it"
+MEND = "copy it from where it is whole, or save the model again"
 _PLAIN = ("weight_", "tensor_")  # how an export calls the files it reads as bytes
 
 _OPAQUE: dict[Kind, str] = {
@@ -45,15 +53,15 @@ _OPAQUE: dict[Kind, str] = {
 
 
 def is_file(text: str) -> bool:
-    """Tell whether the text names a file that holds a model, looking into it where its suffix does not say."""
+    """Tell whether the text names a file or folder that holds a compiled model, by what is in it."""
     return kind_of(Path(text)) is not None
 
 
 def kind_of(path: Path) -> Kind | None:
-    """Tell what a file holds; None when it is not there, or holds no model (a checkpoint of weights alone)."""
+    """Tell what a file or folder holds; None when it is not there, or holds no model (a checkpoint's weights alone)."""
     try:
         if not path.is_file():
-            return None
+            return "compiled" if (path / TAPS).is_file() else None
     except (OSError, ValueError):
         return None
     suffix = path.suffix.lower()
@@ -68,7 +76,15 @@ def opened(model: Any) -> Any:
     kind = kind_of(path)
     if kind is None:
         raise BadModel(f"{str(model)!r} {_why_not(path)}.")
+    if kind == "compiled":
+        raise Unsupported(
+            f"{str(model)!r} is a folder that a compiled model was saved to, not a model's file; record what "
+            "layerscope.load_compiled(folder) returns."
+        )
     if kind in _OPAQUE:
+        if (path.parent / TAPS).is_file():
+            what = _OPAQUE[kind].partition(",")[0]
+            raise Unsupported(f"{str(model)!r} is {what}; the taps in it are known to its folder: give that.")
         raise Unsupported(f"{str(model)!r} is {_OPAQUE[kind]}.")
     if kind == "onnx":
         from layerscope.runtimes.onnx import OnnxModel
@@ -81,7 +97,7 @@ def _inside(path: Path) -> Kind | None:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (zipfile.BadZipFile, OSError):
+    except (*_BROKEN, OSError):
         return None
     folders = {name.partition("/")[2].rpartition("/")[0] for name in names}
     if any(folder.startswith("data/aotinductor") for folder in folders):
@@ -95,8 +111,31 @@ def _why_not(path: Path) -> str:
     if not path.exists():
         return "is not a file that is there"
     if path.suffix.lower() in _ZIPS:
-        return "holds no code: weights alone are not a model; give the function that makes it, file.py:function"
+        return damage(path, _ARCHIVE, begins=(_ZIP, _PICKLE)) or (
+            "holds no code: weights alone are not a model, and a pickled module is not read; give the function that "
+            "makes it, file.py:function"
+        )
     return f"is not a file of a model layerscope knows ({', '.join(SUFFIXES)})"
+
+
+def damage(path: Path, expected: str, *, begins: tuple[bytes, ...]) -> str:
+    """Say in what way a file is not what was `expected`, and what to do; nothing where no fault is seen."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(40)
+        if start.startswith(_ZIP):
+            zipfile.ZipFile(path).close()
+    except OSError as error:
+        return f"cannot be read: {error.strerror or type(error).__name__}"
+    except _BROKEN:
+        how = "is damaged, no longer" if zipfile.is_zipfile(path) else "ends too early for"
+        return f"{how} {expected}; {MEND}"
+    if start.startswith(begins):
+        return ""
+    line = (start.decode("utf-8", errors="replace").splitlines() or [""])[0]
+    is_text = line.isprintable() and "\ufffd" not in line
+    what = f"text that begins with {line!r}, " if is_text and line else "" if start else "empty, "
+    return f"is {what}not {expected}; {MEND}"
 
 
 def _read_torchscript(path: Path) -> Any:
@@ -108,7 +147,7 @@ def _read_torchscript(path: Path) -> Any:
         with quiet_jit():
             where = None if torch.cuda.is_available() else "cpu"
             return torch.jit.load(path, map_location=where)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeDecodeError) as error:
         message = str(error)
         if "Unknown builtin op: " in message:
             op = message.partition("Unknown builtin op: ")[2].split()[0].rstrip(".")
@@ -122,7 +161,10 @@ def _read_torchscript(path: Path) -> Any:
 def _read_export(path: Path) -> Any:
     import torch
 
-    _refuse_pickles(path)
+    try:
+        _refuse_pickles(path)
+    except _BROKEN as error:
+        raise BadModel(f"{str(path)!r} is damaged, no longer {_ARCHIVE}; {MEND}.") from error
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # torch's own, in torch 2.11

@@ -10,7 +10,6 @@ those the exporter wrote down (`onnx_graph.py`). The file is not touched; ONNX R
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-from layerscope.errors import BadModel, MissingExtra, Unsupported
+from layerscope.errors import BadModel, Unsupported
 from layerscope.patterns import Place
 from layerscope.points import Side
+from layerscope.runtimes.files import MEND, damage
 from layerscope.runtimes.forwards import Forwards
 from layerscope.runtimes.onnx_graph import OnnxGraph
+from layerscope.runtimes.onnx_session import Session, library
 from layerscope.runtimes.runtime import Wanted, Weights
 from layerscope.runtimes.scopes import places_of
 from layerscope.runtimes.sink import Sink
@@ -47,6 +47,8 @@ __all__ = [
 
 NAME = "onnx"
 
+_BEGINS = b"\x08"  # the version of the format, which comes first
+
 
 class OnnxModel:
     """An .onnx file, read without its weights."""
@@ -58,13 +60,13 @@ class OnnxModel:
     @classmethod
     def read(cls, path: Path) -> OnnxModel:
         """Read the graph of a file; weights beside it stay there."""
-        onnx = _library("onnx")
+        onnx = library("onnx")
         try:
             proto = onnx.load(str(path), load_external_data=False)
         except Exception as error:
-            raise BadModel(f"{str(path)!r} cannot be read as an ONNX model: {type(error).__name__}.") from error
+            raise BadModel(f"{str(path)!r} {_why_unread(path)}.") from error
         if not proto.graph.node:
-            raise BadModel(f"{str(path)!r} cannot be read as an ONNX model: there is no operation in it.")
+            raise BadModel(f"{str(path)!r} {_why_unread(path, 'holds no operation')}.")
         return cls(path, proto)
 
     @cached_property
@@ -72,20 +74,19 @@ class OnnxModel:
         """What the file tells of its modules."""
         return OnnxGraph.of(self.proto)
 
-    def session(self, outputs: Iterable[str] = ()) -> Any:
+    def session(self, outputs: Iterable[str] = ()) -> Session:
         """Return a session of the graph that gives `outputs` after the model's own."""
-        onnx, onnxruntime = _library("onnx"), _library("onnxruntime")
+        onnx = library("onnx")
         copied = onnx.ModelProto()
         copied.CopyFrom(self.proto)
         own = {each.name for each in copied.graph.output}
         copied.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs if name not in own)
-        options = onnxruntime.SessionOptions()
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(self.path.resolve().parent)
-        )
-        there = onnxruntime.get_available_providers()
-        providers = [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in there]
-        return onnxruntime.InferenceSession(copied.SerializeToString(), options, providers=providers)
+        return Session(self.path, copied.SerializeToString())
+
+
+def _why_unread(path: Path, otherwise: str = "ends too early, or is damaged") -> str:
+    expected = "an ONNX model as torch.onnx.export writes it"
+    return damage(path, expected, begins=(_BEGINS,)) or f"{otherwise}: it is not {expected}; {MEND}"
 
 
 def points(model: OnnxModel) -> list[Place]:
@@ -116,7 +117,7 @@ def shared(model: OnnxModel) -> dict[str, str]:
 
 def parameters(model: OnnxModel) -> list[torch.Tensor]:
     """Return tensors of the shapes and types of the initializers; their values stay in the file."""
-    numpy_type = _library("onnx").helper.tensor_dtype_to_np_dtype
+    numpy_type = library("onnx").helper.tensor_dtype_to_np_dtype
     empty = [(tuple(each.dims), numpy_type(each.data_type)) for each in model.proto.graph.initializer]
     known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
     return [torch.zeros((), dtype=known[str(kind)]).expand(shape) for shape, kind in empty if str(kind) in known]
@@ -146,16 +147,17 @@ def watch(
     given = [each.name for each in model.proto.graph.input]
     returned = [each.name for each in model.proto.graph.output]
     asked = dict.fromkeys(value for look in looks for value in look.values if value not in given)
-    tapped = _Session(model.session(asked), list(dict.fromkeys([*returned, *asked])))
-    untapped: list[_Session] = []
+    tapped = model.session(asked)
+    untapped: list[Session] = []
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         if not untapped:
-            untapped.append(_Session(model.session(), returned))
-        return _packed(list(untapped[0].run(args, kwargs).values())[-len(returned) :])
+            untapped.append(model.session())
+        return _packed(list(untapped[0].run(_named(untapped[0].inputs, args, kwargs)).values()))
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        values = tapped.run(args, kwargs)
+        inputs = _named(tapped.inputs, args, kwargs)
+        values = {**inputs, **tapped.run(inputs)}
         for look in looks:
             look.tell(forwards, values)
         return _packed([values[name] for name in returned])
@@ -165,10 +167,17 @@ def watch(
 
 def why_silent(model: OnnxModel, names: Iterable[str]) -> dict[str, str]:
     """Say why each of these modules was never seen to run, from what is left of it in the graph."""
-    return {name: _why_silent(model.graph.users.get(name)) for name in names}
+    return {name: _why_silent(model.graph, name) for name in names}
 
 
-def _why_silent(user: str | None) -> str:
+def _why_silent(graph: OnnxGraph, name: str) -> str:
+    user = graph.users.get(name)
+    if name in graph.unclear:
+        return (
+            f"its calls cannot be told apart: the same runs {graph.unclear[name]} times in a row, which may be as many "
+            "calls or one that loops, and the file does not say; record the program of torch.export (.pt2), which "
+            'does, or layerscope.compile(..., backend="onnx", record_layer_outputs=True)'
+        )
     if user is not None:
         return f"called functionally: {user or 'the model'} uses its weights without calling it"
     return (
@@ -218,52 +227,19 @@ def _op_looks(graph: OnnxGraph, ops: Callable[[str], str | None] | None) -> Iter
             yield _Look((call.last, 1, -(1 << 20)), (name, fx), "output", tuple(call.outputs), within=within)
 
 
-class _Session:
-    """A session of ONNX Runtime that takes and gives tensors, without copying them."""
-
-    def __init__(self, session: Any, outputs: list[str]) -> None:
-        self._session = session
-        self._inputs = [each.name for each in session.get_inputs()]
-        self._outputs = outputs
-
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Run the graph; return its inputs and outputs by name."""
-        value = _library("onnxruntime").OrtValue
-        given = self._named(args, kwargs)
-        feed = {name: _ort_value(value, tensor.detach().cpu().contiguous()) for name, tensor in given.items()}
-        made = self._session.run_with_ort_values(self._outputs, feed)
-        return {**given, **{name: _tensor(each) for name, each in zip(self._outputs, made, strict=True)}}
-
-    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Give positional tensors the names of the graph's inputs, in order; those by keyword have theirs."""
-        positional = [tensor for _, tensor in argument_leaves(args, {})]
-        named = {name: value for name, value in kwargs.items() if value is not None}
-        free = [name for name in self._inputs if name not in named]
-        unknown = [name for name in named if name not in self._inputs]
-        if unknown or len(positional) != len(free):
-            raise TypeError(
-                f"the ONNX graph takes {', '.join(self._inputs)}; given were {len(positional)} tensors by position"
-                f"{' and ' + ', '.join(named) if named else ''}."
-            )
-        return {**dict(zip(free, positional, strict=True)), **named}
-
-
-def _ort_value(kind: Any, tensor: torch.Tensor) -> Any:
-    # ONNX Runtime does not read booleans by DLPack, and numpy has no bfloat16.
-    return kind.ortvalue_from_numpy(tensor.numpy()) if tensor.dtype == torch.bool else kind.from_dlpack(tensor)
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    tensor: torch.Tensor = from_dlpack(value._ortvalue)
-    return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor
+def _named(inputs: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Give positional tensors the names of the graph's inputs, in order; those by keyword have theirs."""
+    positional = [tensor for _, tensor in argument_leaves(args, {})]
+    named = {name: value for name, value in kwargs.items() if value is not None}
+    free = [name for name in inputs if name not in named]
+    unknown = [name for name in named if name not in inputs]
+    if unknown or len(positional) != len(free):
+        raise TypeError(
+            f"the ONNX graph takes {', '.join(inputs)}; given were {len(positional)} tensors by position"
+            f"{' and ' + ', '.join(named) if named else ''}."
+        )
+    return {**dict(zip(free, positional, strict=True)), **named}
 
 
 def _packed(values: list[torch.Tensor]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtra(f"an .onnx file takes {name}: pip install 'layerscope[onnx]'.") from error

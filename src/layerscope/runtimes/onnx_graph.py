@@ -3,9 +3,11 @@
     graph = OnnxGraph.of(proto)
     graph.kinds                     # module name -> class
     graph.calls["layers.3"]         # the calls of a module, with the values that go in and come out
+    graph.unclear                   # modules whose calls cannot be told apart: they have none
 
-The file does not tell the calls of one module apart. A call is over when the module computes from something that was
-computed from its own result outside it, or when it uses its weights again.
+The file does not tell the calls of one module apart (`onnx_calls.py`). Nor does it tell that the exporter's optimiser
+merged what two modules computed alike (a table of positions): one of them then seems to take it from the other. That is
+seen from the text of the operation, which still names what it took in the source.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from layerscope.runtimes.onnx_calls import SIZES, OnnxNode, call_numbers, merged
 from layerscope.runtimes.scopes import ModuleCall, ScopedNode, module_calls
 
 __all__ = ["OnnxGraph"]
@@ -24,19 +27,8 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _FX_NODE = "pkg.torch.onnx.fx_node"
 _INPUT_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
-_WEIGHT = re.compile(r"%(p_\w+)")
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """One node: the modules it ran in, the operation of torch it is part of, and the weights that one names."""
-
-    modules: tuple[str, ...]
-    op: str
-    fx: str
-    weights: frozenset[str]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+_NOWHERE = "_empty_nn_module_stack_from_metadata_hook"  # what torch puts on nodes it made itself
+_NAMED = re.compile(r"%(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +39,7 @@ class OnnxGraph:
     calls: dict[str, list[ModuleCall]]
     ops: dict[tuple[str, str], tuple[str, ModuleCall]]  # operation, and its name in the graph -> module, call
     users: dict[str, str]
+    unclear: dict[str, int]  # module -> how often the same runs in a row
     has_names: bool
 
     @classmethod
@@ -55,13 +48,14 @@ class OnnxGraph:
         graph = proto.graph
         weights = {each.name for each in graph.initializer}
         returned = {each.name for each in graph.output}
-        kinds: dict[str, str] = {}
-        nodes = _settled([_read(node, weights, kinds) for node in graph.node])
-        has_names = bool(kinds)
+        classes: dict[str, str] = {}
+        nodes = _settled([_read(node, weights, classes) for node in graph.node])
+        kinds = {name: kind.rpartition(".")[2] for name, kind in classes.items()}
         owners = [each.name for each in [*graph.initializer, *graph.value_info] if _is_weight(each, weights)]
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in owners if "." in name):
             kinds.setdefault(owner, "")
-        scoped = _scoped(nodes)
+        numbers, unclear = call_numbers(nodes, classes)
+        calls = module_calls(_scoped(nodes, numbers), returned=returned)
         ops = module_calls(
             [ScopedNode(((n.op, n.fx),) if n.op else (), n.inputs, n.outputs) for n in nodes], returned=returned
         )
@@ -69,36 +63,51 @@ class OnnxGraph:
         following = {op: iter(calls) for op, calls in ops.items()}
         return cls(
             kinds,
-            module_calls(scoped, returned=returned),
+            {name: made for name, made in calls.items() if name not in unclear},
             {(op, fx): (module, next(following[op])) for (op, fx), module in within.items()},
             _users(nodes, kinds),
-            has_names,
+            unclear,
+            bool(classes),
         )
 
 
-def _read(node: Any, weights: set[str], kinds: dict[str, str]) -> _Node:
+def _read(node: Any, weights: set[str], classes: dict[str, str]) -> OnnxNode:
     told = {each.key: each.value for each in node.metadata_props}
-    scopes, classes = (ast.literal_eval(told.get(key, "[]")) for key in (_SCOPES, _CLASSES))
-    for name, kind in zip(scopes[:-1], classes[:-1], strict=False):
-        kinds.setdefault(name, kind.rpartition(".")[2])
-    return _Node(
-        tuple(scopes[:-1]),
-        classes[-1] if scopes and classes else "",
+    scopes, kinds = (_texts(told.get(key, "[]")) for key in (_SCOPES, _CLASSES))
+    for name, kind in zip(scopes[:-1], kinds[:-1], strict=False):
+        if name != _NOWHERE:
+            classes.setdefault(name, kind)
+    text = told.get(_FX_NODE, "").partition(" = ")[2]
+    named = _NAMED.findall(text)
+    return OnnxNode(
+        tuple(name for name in scopes[:-1] if name != _NOWHERE),
+        kinds[-1] if scopes and kinds else "",
         scopes[-1] if scopes else "",
-        frozenset(_WEIGHT.findall(told.get(_FX_NODE, ""))),
+        _NAMED.sub("%", text),
+        frozenset(named),
+        frozenset(name for name in named if name.startswith("p_")),
         tuple(value for value in node.input if value and value not in weights),
         tuple(value for value in node.output if value),
     )
 
 
-def _settled(nodes: list[_Node]) -> list[_Node]:
+def _texts(written: str) -> list[str]:
+    """Read the list of texts that the exporter wrote; what is none has nothing to say."""
+    try:
+        read = ast.literal_eval(written)
+    except (ValueError, SyntaxError):
+        return []
+    return read if isinstance(read, list) and all(isinstance(each, str) for each in read) else []
+
+
+def _settled(nodes: list[OnnxNode]) -> list[OnnxNode]:
     """Put the nodes that the exporter's optimiser made, and gave no module, where all their neighbours are."""
-    users: dict[str, list[_Node]] = {}
+    users: dict[str, list[OnnxNode]] = {}
     for node in nodes:
         for value in node.inputs:
             users.setdefault(value, []).append(node)
-    maker: dict[str, _Node] = {}
-    settled: list[_Node] = []
+    maker: dict[str, OnnxNode] = {}
+    settled: list[OnnxNode] = []
     for node in nodes:
         if not node.modules:
             around = [maker[value].modules for value in node.inputs if value in maker]
@@ -119,45 +128,32 @@ def _is_weight(value: Any, initializers: set[str]) -> bool:
     return kind in ("PARAMETER", "BUFFER") or (kind is None and value.name in initializers)
 
 
-def _scoped(nodes: list[_Node]) -> list[ScopedNode]:
-    members: dict[str, list[int]] = {}
-    for at, node in enumerate(nodes):
-        for name in node.modules:
-            members.setdefault(name, []).append(at)
-    numbers = {name: _call_numbers(nodes, name, own) if name else {} for name, own in members.items()}
+def _scoped(nodes: list[OnnxNode], numbers: dict[str, dict[int, int]]) -> list[ScopedNode]:
+    within = [
+        tuple((name, str(numbers.get(name, {}).get(at, 0))) for name in node.modules) for at, node in enumerate(nodes)
+    ]
+    made = {value: at for at, node in enumerate(nodes) for value in node.outputs}
+    makers = {value: nodes[at] for value, at in made.items()}
+
+    def is_taken(value: str, at: int) -> bool:
+        """Tell whether a node takes a tensor in the source too: no size, nor what another call only computed alike."""
+        if value not in made:
+            return True
+        if makers[value].op.startswith(SIZES):
+            return False
+        return within[made[value]] == within[at] or not merged(value, makers[value], nodes[at], makers)
+
     return [
-        ScopedNode(tuple((name, str(numbers[name].get(at, 0))) for name in node.modules), node.inputs, node.outputs)
+        ScopedNode(
+            within[at],
+            tuple(value for value in node.inputs if is_taken(value, at)),
+            () if node.op.startswith(SIZES) else node.outputs,
+        )
         for at, node in enumerate(nodes)
     ]
 
 
-def _call_numbers(nodes: list[_Node], name: str, own: list[int]) -> dict[int, int]:
-    """Tell for each node of a module which of its calls it belongs to."""
-    inside = set(own)
-    numbers: dict[int, int] = {}
-    number = 0
-    made: set[str] = set()  # by this call
-    derived: set[str] = set()  # from that, outside it
-    used: dict[tuple[str, frozenset[str]], str] = {}  # its weights, and by which operation
-    for at in range(own[0], own[-1] + 1):
-        node = nodes[at]
-        if at not in inside:
-            if not made.isdisjoint(node.inputs) or not derived.isdisjoint(node.inputs):
-                derived.update(node.outputs)
-            continue
-        key = (node.op, node.weights)
-        again = node.modules[-1] == name and node.weights and used.get(key, node.fx) != node.fx
-        if again or not derived.isdisjoint(node.inputs):
-            number += 1
-            made, derived, used = set(), set(), {}
-        if node.modules[-1] == name:
-            used[key] = node.fx
-        made.update(node.outputs)
-        numbers[at] = number
-    return numbers
-
-
-def _users(nodes: list[_Node], kinds: dict[str, str]) -> dict[str, str]:
+def _users(nodes: list[OnnxNode], kinds: dict[str, str]) -> dict[str, str]:
     """Find the modules whose weights an operation of another one uses, and whose operation that is."""
     found: dict[str, str] = {}
     ran = {name for node in nodes for name in node.modules}

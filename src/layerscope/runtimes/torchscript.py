@@ -52,7 +52,9 @@ def notes(model: Script) -> dict[str, Any]:
 
 
 def remark(model: Script) -> str:
-    """Say that a frozen module's layers are gone."""
+    """Say that a frozen module's layers are gone, or that an engine's cannot be seen."""
+    if engine := _engine(model):
+        return f"It {engine}: nothing inside can be recorded, only its inputs and outputs."
     if not _frozen_values(model):
         return ""
     return (
@@ -93,13 +95,10 @@ def check(model: Script, wanted: Wanted, *, ops: bool) -> None:
             "gradients are not seen inside TorchScript, whose interpreter runs the backward pass as it likes; "
             "record them on the module it was made from."
         )
-    kinds = {node.kind() for module in model.modules() for graph in _graphs(module) for node in graphs.nodes_of(graph)}
-    engine = next((kind for kind in sorted(kinds) if kind.split("::")[0] in _ENGINES), None)
-    if engine is not None and (ops or any(wanted)):
+    if (ops or any(wanted)) and (engine := _engine(model)):
         raise Unsupported(
-            f"this TorchScript module hands its inputs to {_ENGINES[engine.split('::')[0]]} ({engine}), machine code "
-            "without layers; compile it again with layerscope.compile(..., record_layer_outputs=True), "
-            "which makes the layers outputs of it."
+            f"this TorchScript module {engine}; compile it again with layerscope.compile(..., "
+            "record_layer_outputs=True), which makes the layers outputs of it."
         )
 
 
@@ -315,6 +314,15 @@ def _frozen_values(model: Script) -> list[Value]:
 
 def _graphs(module: Script) -> list[Any]:
     return [module._c._get_method(method).graph for method in module._c._method_names()]
+
+
+def _engine(model: Script) -> str:
+    """Say which engine the module hands its inputs to; nothing where there is none."""
+    kinds = {node.kind() for module in model.modules() for graph in _graphs(module) for node in graphs.nodes_of(graph)}
+    engine = next((kind for kind in sorted(kinds) if kind.split("::")[0] in _ENGINES), None)
+    if engine is None:
+        return ""
+    return f"hands its inputs to {_ENGINES[engine.split('::')[0]]} ({engine}), machine code without layers"
 
 
 def _own(module: Script) -> list[tuple[str, torch.Tensor]]:

@@ -51,6 +51,22 @@ def test_the_suffix_does_not_decide_between_script_and_export(files, tmp_path):
     assert isinstance(opened(tmp_path / "program.pt"), torch.export.ExportedProgram)
 
 
+def test_a_folder_that_a_compiled_model_was_saved_to_is_known_and_not_opened_here(tmp_path):
+    assert kind_of(tmp_path) is None
+    (tmp_path / "taps.json").write_text("{}")
+    assert kind_of(tmp_path) == "compiled"
+    assert is_file(str(tmp_path))
+    with pytest.raises(TypeError, match=r"record what layerscope\.load_compiled\(folder\) returns"):
+        opened(tmp_path)
+
+
+def test_machine_code_that_was_saved_with_its_table_is_told_from_its_folder(files, tmp_path):
+    (tmp_path / "model.aoti.pt2").write_bytes((files / "aoti.pt2").read_bytes())
+    (tmp_path / "taps.json").write_text("{}")
+    with pytest.raises(TypeError, match="is an AOTInductor package; the taps in it are known to its folder: give that"):
+        opened(tmp_path / "model.aoti.pt2")
+
+
 def test_what_is_no_path_comes_back_as_it_is():
     model, _ = zoo.plain()
     assert opened(model) is model
@@ -69,7 +85,7 @@ def test_machine_code_is_refused_with_the_way_that_works(files, name, what):
     ("name", "why"),
     [
         ("weights.pt", "weights alone are not a model"),
-        ("torn.pt", "holds no code"),
+        ("torn.pt", "is not a zip archive as torch.jit.save"),
         ("nowhere.pt", "not a file that is there"),
         ("script.txt", "not a file of a model layerscope knows"),
     ],
