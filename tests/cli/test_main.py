@@ -57,8 +57,8 @@ def test_the_flags_of_every_command_are_these_and_no_others():
         ],
         "record": [
             *("--append", "--calib_data_num", "--calib_seqlen", "--inputs", "--json", "--keep", "--layers", "--mode"),
-            *("--modes-file", "--percentile_alpha", "--pretrained_dir", "--prompt", "--seed", "--side", "--to"),
-            *("--when", "-o"),
+            *("--modes-file", "--observer", "--percentile_alpha", "--precision-faithful", "--pretrained_dir"),
+            *("--prompt", "--seed", "--side", "--to", "--when", "-o"),
         ],
         "show": [
             *["--adjacent", "--batch", "--call", "--epoch", "--json", "--markdown", "--over", "--point"],

@@ -127,7 +127,7 @@ def test_folders_and_files_that_are_not_models_are_told_apart(tmp_path):
     for name, said in (
         ("empty", "without a config.json"),
         ("run", "is a run, not a model"),
-        ("net.onnx", "cannot be read as an ONNX model: there is no operation in it"),
+        ("net.onnx", "is empty, not an ONNX model"),
     ):
         with pytest.raises(BadModel, match=said):
             load_model(str(tmp_path / name))
