@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 pytest_plugins = "pytester"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts a job in the background, and its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
