@@ -24,6 +24,19 @@ class Parts:
     label: str = "not a tensor"
 
 
+class Broken(nn.Module):
+    """Two layers that torch.compile makes two graphs of."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(x)
+
+
 class Holder(nn.Module):
     """A module whose forward is a function given to it; children by keyword."""
 

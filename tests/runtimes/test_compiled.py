@@ -208,21 +208,10 @@ def test_a_module_that_was_never_called_is_missing():
     assert [(m.point, m.reason) for m in rec.missing] == [("unused:output", "never called")]
 
 
-class Broken(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = self.a(x)
-        torch._dynamo.graph_break()
-        return self.b(x)
-
-
 @torch.no_grad()
 def test_code_that_a_broken_graph_shares_is_missing_with_the_reason_and_the_way_out():
     torch.manual_seed(0)
-    model = nn.Sequential(Broken(), Broken())
+    model = nn.Sequential(zoo.Broken(), zoo.Broken())
     made = torch.compile(model, backend="aot_eager")
     x = torch.randn(2, 4)
     made(x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -12,36 +11,11 @@ from torch import nn
 
 import architectures
 import layerscope as ls
+from artefacts import Logits, saved
 from layerscope.cli import main
 from layerscope.runtimes import opened
 
 LAST = {"llama": "model.model.layers.1.mlp.down_proj", "mamba": "model.backbone.layers.1.mixer.out_proj"}
-
-
-class Logits(nn.Module):
-    """Token ids to logits, which is what can be traced and exported."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.model = architectures.make(name)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(ids, use_cache=False).logits
-
-
-def saved(model: nn.Module, ids: torch.Tensor, kind: str, folder) -> object:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tracer and exporter, about the model's Python
-        if kind == "torchscript":
-            torch.jit.save(torch.jit.trace(model, (ids,), check_trace=False), folder / "model.pt")
-            return folder / "model.pt"
-        if kind == "export":
-            torch.export.save(torch.export.export(model, (ids,)), folder / "model.pt2")
-            return folder / "model.pt2"
-        pytest.importorskip("onnxscript")
-        pytest.importorskip("onnxruntime")
-        torch.onnx.export(model, (ids,), folder / "model.onnx", dynamo=True, verbose=False)
-        return folder / "model.onnx"
 
 
 def recorded(model, ids, to):
@@ -66,7 +40,7 @@ LONG = pytest.mark.stress
     ],
 )
 def test_the_file_agrees_with_the_model_it_was_made_from(tmp_path, name, kind):
-    model, ids = Logits(name).eval(), architectures.inputs(name)["input_ids"]
+    model, ids = Logits(architectures.make(name)).eval(), architectures.inputs(name)["input_ids"]
     eager = recorded(model, ids, tmp_path / "eager")
     file = recorded(saved(model, ids, kind, tmp_path), ids, tmp_path / kind)
     result = ls.compare(eager, file)
@@ -80,7 +54,7 @@ def test_the_file_agrees_with_the_model_it_was_made_from(tmp_path, name, kind):
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_a_weight_changed_in_the_file_is_found(tmp_path, name):
-    model, ids = Logits(name).eval(), architectures.inputs(name)["input_ids"]
+    model, ids = Logits(architectures.make(name)).eval(), architectures.inputs(name)["input_ids"]
     eager = recorded(model, ids, tmp_path / "eager")
     loaded = opened(saved(model, ids, "torchscript", tmp_path))
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from aligned import outputs, paired, seen, why
 from layerscope.compare.alignment import Pair, Seen, align
 from layerscope.compare.rules import Rule, parse_rules
 from layerscope.points import Point
@@ -9,24 +10,8 @@ from layerscope.points import Point
 QKV = "fuse **.q_proj, **.k_proj, **.v_proj -> **.qkv_proj"
 
 
-def seen(*texts, shape=(2, 8)):
-    return [Seen(Point.parse(text), shape, 1) for text in texts]
-
-
 def shaped(**shapes):
     return [Seen(Point.parse(text), shape, 1) for text, shape in shapes.items()]
-
-
-def paired(alignment, method=None):
-    return {str(p.reference): str(p.candidate) for p in alignment.pairs if method in (None, p.method)}
-
-
-def outputs(names):
-    return {f"{a}:output": f"{b}:output" for a, b in names.items()}
-
-
-def why(only):
-    return {str(point): reason for point, reason in only}
 
 
 # Names -------------------------------------------------------------------------------------------

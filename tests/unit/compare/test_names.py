@@ -5,25 +5,10 @@ from functools import cache
 import pytest
 import torch
 
+from aligned import outputs, paired, seen, why
 from layerscope.compare.alignment import Seen, align
 from layerscope.compare.names import Names, canonical, ending_of, numbers_of, tower_of
 from layerscope.points import Point
-
-
-def seen(*texts, shape=(2, 8)):
-    return [Seen(Point.parse(text), shape, 1) for text in texts]
-
-
-def paired(alignment, method=None):
-    return {str(p.reference): str(p.candidate) for p in alignment.pairs if method in (None, p.method)}
-
-
-def outputs(names):
-    return {f"{a}:output": f"{b}:output" for a, b in names.items()}
-
-
-def why(only):
-    return {str(point): reason for point, reason in only}
 
 
 def test_the_prefix_of_an_architecture_is_no_part_of_what_a_name_means():

@@ -4,20 +4,12 @@ import time
 
 import pytest
 
-from layerscope.compare.alignment import Seen, align
+from aligned import seen, why
+from layerscope.compare.alignment import align
 from layerscope.compare.rules import parse_rules
 from layerscope.errors import NoSuchPoint
-from layerscope.points import Point
 
 QKV = "fuse **.q_proj, **.k_proj, **.v_proj -> **.qkv_proj"
-
-
-def seen(*texts, shape=(2, 8)):
-    return [Seen(Point.parse(text), shape, 1) for text in texts]
-
-
-def why(only):
-    return {str(point): reason for point, reason in only}
 
 
 def test_what_finds_no_partner_is_told_what_comes_near():

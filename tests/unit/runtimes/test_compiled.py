@@ -262,17 +262,7 @@ def test_the_users_own_graph_is_what_is_compared_and_it_is_not_compiled_again():
 
 @torch.no_grad()
 def test_a_model_that_breaks_into_graphs_is_seen_inside_though_its_first_run_was_untapped():
-    class Broken(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            x = self.a(x)
-            torch._dynamo.graph_break()
-            return self.b(x)
-
-    model, x = nn.Sequential(Broken(), Broken()), torch.randn(2, 4)
+    model, x = nn.Sequential(zoo.Broken(), zoo.Broken()), torch.randn(2, 4)
     made = torch.compile(model, backend="aot_eager")
     with ls.record(made, ["0.b", "1.a"]) as rec:
         made(x)

@@ -1,0 +1,22 @@
+"""Points as alignment sees them, and what it answered, in the words of the tests."""
+
+from __future__ import annotations
+
+from layerscope.compare.alignment import Seen
+from layerscope.points import Point
+
+
+def seen(*texts, shape=(2, 8)):
+    return [Seen(Point.parse(text), shape, 1) for text in texts]
+
+
+def paired(alignment, method=None):
+    return {str(p.reference): str(p.candidate) for p in alignment.pairs if method in (None, p.method)}
+
+
+def outputs(names):
+    return {f"{a}:output": f"{b}:output" for a, b in names.items()}
+
+
+def why(only):
+    return {str(point): reason for point, reason in only}
