@@ -108,6 +108,10 @@ def test_recursion_counts_calls_from_the_outside_in_and_is_one_step():
     assert sink.begun == 1
     assert [m.call for m, p, _ in sink.records if p.name == "layer"] == [0, 1, 2]
     assert [m.call for m, p, _ in sink.records if p.name == ""] == [2, 1, 0]  # the innermost returns first
+    around = zoo.Holder(lambda m, x: m.part(x) + m.part(x), part=model)
+    sink = seen(around, {"part": {"output"}}, x)  # nothing but the end of its calls is watched until it calls itself
+    assert sink.begun == 1
+    assert [m.call for m, p, _ in sink.records] == [2, 1, 0, 5, 4, 3]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from types import FrameType
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
@@ -15,7 +16,7 @@ from torch.autograd.graph import Node
 from layerscope.points import Leaf
 from layerscope.runtimes.sink import Step
 
-__all__ = ["Call", "Calls", "Local", "Special", "modules_running"]
+__all__ = ["Call", "Calls", "Local", "Special", "has_raised", "modules_running", "runs_of"]
 
 _CALL_OF_A_MODULE = torch.nn.Module._call_impl.__code__
 
@@ -68,6 +69,18 @@ class Local(threading.local):
 def modules_running() -> Iterator[torch.nn.Module]:
     """Return the modules whose calls are under way on this thread, watched or not, the innermost first."""
     return (frame.f_locals["self"] for frame in _stack() if frame.f_code is _CALL_OF_A_MODULE)
+
+
+def runs_of(module: torch.nn.Module) -> list[FrameType]:
+    """Return the frames that make the calls of a module which are under way on this thread, the outermost first."""
+    frames = pairwise(_stack())
+    found = [made for made, by in frames if by.f_code is _CALL_OF_A_MODULE and by.f_locals["self"] is module]
+    return found[::-1]
+
+
+def has_raised(frame: FrameType) -> bool:
+    """Tell whether the frame that runs a hook does so because the module's forward raised."""
+    return frame.f_code is _CALL_OF_A_MODULE
 
 
 def _stack() -> Iterator[FrameType]:

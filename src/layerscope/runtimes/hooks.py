@@ -5,9 +5,10 @@
     ...
     pair.off()
 
-They return None, hold no state on the user's modules, stay silent in deep copies and forked children, and turn into
-nothing when the model is pickled. Their `__call__` is the shortest way for the commonest call; any other goes through
-the watcher, which also knows when the hooks are to be there.
+Where nothing but outputs are wanted, of a module with no other watched one inside, a single hook sees the call end:
+each hook costs microseconds, most of them torch's. Hooks return None, hold no state on the user's modules, stay silent
+in deep copies and forked children, and turn into nothing when the model is pickled. Their `__call__` is the shortest
+way for the commonest call; any other goes through the watcher, which also knows when the hooks are to be there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +25,15 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from layerscope.points import Leaf, Point, Side
-from layerscope.runtimes.calls import Special
+from layerscope.runtimes.calls import Special, has_raised
 from layerscope.runtimes.gradients import next_node, sources
 from layerscope.runtimes.sink import Step
-from layerscope.runtimes.values import argument_leaves, describe
+from layerscope.runtimes.values import argument_leaves, describe, leaves
 
 if TYPE_CHECKING:
     from layerscope.runtimes.watcher import Watcher
 
-__all__ = ["After", "Before", "Hook", "Pair"]
+__all__ = ["After", "Before", "End", "Hook", "Pair"]
 
 # What a hook of ours becomes in a deep copy or a pickle: a call that takes anything and returns None, from the
 # standard library, so that a checkpoint saved while recording loads where layerscope is not installed.
@@ -47,14 +50,17 @@ _USUAL = 5  # __call__ of ours; inner, _call_impl, _wrapped_call_impl, the outer
 class Pair:
     """The two hooks of one watched module, and what is known of its calls."""
 
-    def __init__(self, watcher: Watcher, module: torch.nn.Module, name: str, sides: frozenset[Side]) -> None:
+    def __init__(
+        self, watcher: Watcher, module: torch.nn.Module, name: str, sides: frozenset[Side], *, ends: bool = False
+    ) -> None:
         self.module = module
         self.name = name
         self.entry = False  # seen to be called from outside
         self.inside = False  # seen to be called inside another
         self.rested = False  # has been without its hooks
-        self._before = Before(watcher, module, name, sides, "input")
-        self._after = After(watcher, module, name, sides, "output")
+        self._before = None if ends else Before(watcher, module, name, sides, "input")
+        self._after = (End if ends else After)(watcher, module, name, sides, "output")
+        self._see_begin = partial(Before, watcher, module, name, sides, "input")
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -67,14 +73,16 @@ class Pair:
         """Have the hooks called: after those that were there at first, before those that came since."""
         module, before, after = self.module, self._before, self._after
         if not self._handles:
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            if before is not None:
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             return
-        first, last = (handle.id for handle in self._handles)  # registering takes ten times as long as this
-        module._forward_pre_hooks_with_kwargs[first] = True
+        first, last = self._handles[0].id, self._handles[-1].id  # registering takes ten times as long as this
+        if before is not None:
+            module._forward_pre_hooks_with_kwargs[first] = True
+            _put_first(module._forward_pre_hooks, first, before)
         module._forward_hooks_with_kwargs[last] = True
         module._forward_hooks_always_called[last] = True
-        _put_first(module._forward_pre_hooks, first, before)
         _put_first(module._forward_hooks, last, after)
 
     def off(self) -> None:
@@ -82,6 +90,13 @@ class Pair:
         self.rested = True
         for handle in self._handles:
             handle.remove()
+
+    def see_begin(self) -> None:
+        """See calls begin as well from now on; those under way are seen to end as before."""
+        if self._before is None:
+            self._before = self._see_begin()
+            self._after.begins = True
+            self._handles.insert(0, self.module.register_forward_pre_hook(self._before, with_kwargs=True))
 
 
 def _put_first(hooks: Any, key: int, hook: Hook) -> None:
@@ -109,6 +124,7 @@ class Hook:
         self.points: dict[Leaf, Point] = {self.only.leaf: self.only}  # and others, as they come
         self.away = _USUAL  # frames from our own to the one that calls the outer module
         self.found_inside = False  # that outer module, in an idle step
+        self.begins = False  # whether the beginnings of these calls are seen too, after all
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _SILENT
@@ -210,3 +226,46 @@ class After(Hook):
                 watcher.sink.end(step, failed=failed)
         except Exception as error:
             watcher.sink.failed(Point(self.name), error)
+
+
+class End(Hook):
+    """Sees a call end, where nothing else is to be seen of it."""
+
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = _NOT_GIVEN
+    ) -> None:
+        """Look at what the call returned, None where it raised; no `value` means that the hook was just taken off."""
+        if is_dynamo_compiling():
+            return
+        watcher = self.watcher
+        if module is not self.module or not watcher.live or value is _NOT_GIVEN:
+            return
+        try:
+            calls = watcher.local.calls
+            if self.begins and watcher.closed(self, _frame_at(1), value):
+                return
+            try:
+                inside = calls and _frame_at(self.away) is calls[-1][3] and _graph_task() < 0
+            except ValueError:  # the stack is not that deep
+                inside = False
+            if not inside:
+                watcher.ended(self, _frame_at(1), value)
+                return
+            step = calls[-1][1]
+            if step.idle:
+                if not self.found_inside:
+                    self.found_inside = True
+                    watcher.is_inside(self.name)
+            elif isinstance(value, _Tensor) and not step.whole:
+                self.seen(step, self.only, value, call=next(step.calls[self.name]))
+            else:
+                self.look(step, _frame_at(1), value)
+        except Exception as error:
+            watcher.sink.failed(Point(self.name, "output"), error)
+
+    def look(self, step: Step, frame: FrameType, value: object, number: int | None = None) -> None:
+        """Look at whatever a call returned, and count it if it has no number yet."""
+        if number is None:
+            number = next(step.calls[self.name])
+        if not (value is None and has_raised(frame)):
+            self.tell(step, number, leaves(value), value)

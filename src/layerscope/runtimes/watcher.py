@@ -26,9 +26,9 @@ import torch
 from torch.compiler import is_compiling
 
 from layerscope.points import Moment, Side
-from layerscope.runtimes.calls import Call, Calls, Local, Special, modules_running
+from layerscope.runtimes.calls import Call, Calls, Local, Special, has_raised, modules_running, runs_of
 from layerscope.runtimes.gradients import Regions, follow_inputs, follow_outputs
-from layerscope.runtimes.hooks import After, Before, Pair
+from layerscope.runtimes.hooks import After, Before, End, Pair
 from layerscope.runtimes.sink import Sink, Step
 from layerscope.runtimes.values import leaves
 
@@ -64,9 +64,10 @@ class Watcher:
         _at_fork()
         _WATCHERS.add(self)
 
-    def pair(self, module: torch.nn.Module, name: str, sides: frozenset[Side]) -> Pair:
-        """Make the hooks of a module."""
-        made = self._pairs[name] = Pair(self, module, name, sides)
+    def pair(self, module: torch.nn.Module, name: str, sides: frozenset[Side], *, holds: bool = True) -> Pair:
+        """Make the hooks of a module; `holds` tells whether another watched one is inside it, or may be."""
+        ends = sides == {"output"} and not (holds or self.ops)
+        made = self._pairs[name] = Pair(self, module, name, sides, ends=ends)
         return made
 
     def close(self) -> None:
@@ -175,6 +176,53 @@ class Watcher:
                     self._off.append(pair)
                     pair.off()
             self._inside = []
+
+    def ended(self, hook: End, frame: FrameType, value: object) -> None:
+        """See the end of a call whose beginning nobody saw: outermost, repeated, or deeper than the last one was."""
+        if is_compiling() or _tracing_state() is not None:
+            return
+        if _graph_task() >= 0:
+            if not self.idle and not (value is None and has_raised(frame)):
+                self.sink.recomputed(hook.name)
+            return
+        outer = self.local.innermost()
+        if outer is None and not self._may_begin(hook.name):
+            return
+        runs = [run for run in runs_of(hook.module) if outer is None or run is not outer[3]]
+        if outer is None:
+            step = self.sink.begin()
+            self._begun(step)
+        else:
+            step = outer[1]
+            hook.away = 1 + _distance(frame, outer[3])
+        if step.idle:
+            if outer is not None:
+                self.is_inside(hook.name)
+        else:
+            pair = self._pairs.get(hook.name)
+            if len(runs) > 1 and pair is not None:  # it calls itself, and calls are numbered as they begin
+                self.local.calls += [(hook.name, step, step.call(hook.name), run, None) for run in runs[:-1]]
+                pair.see_begin()
+            hook.look(step, frame, value)
+        if not self.local.calls:
+            self.sink.end(step, failed=value is None and has_raised(frame))
+
+    def closed(self, hook: End, frame: FrameType, value: object) -> bool:
+        """See the end of a call whose beginning was seen, if it was."""
+        calls = self.local.calls
+        call = calls.pop() if calls and calls[-1][3] is frame else self.local.ended(frame)
+        if call is None:
+            return False
+        _, step, number, _, special = call
+        repeated = special is not None and special.repeated
+        if repeated:
+            if not self.idle and not (value is None and has_raised(frame)):
+                self.sink.recomputed(hook.name)
+        elif not step.idle:
+            hook.look(step, frame, value, number)
+        if not calls and not repeated:
+            self.sink.end(step, failed=value is None and has_raised(frame))
+        return True
 
     def returned(self, hook: After, call: Call, value: object) -> None:
         """Look at what a call returned, in every way that is asked for."""
