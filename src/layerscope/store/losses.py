@@ -48,7 +48,7 @@ class Losses:
             self._counts[point, reason] = self._counts.get((point, reason), 0) + 1
         self.say(
             f"{point} at {moment} is not recorded: {reason}. Recording goes on; further losses of this kind are "
-            "counted in run.json and not said again.",
+            "counted under `dropped` and not said again.",
             once=reason,
         )
 

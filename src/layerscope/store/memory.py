@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from layerscope.points import Moment, Point
 from layerscope.store.index import Index, Row
 from layerscope.store.journal import Record
+from layerscope.store.losses import Losses
 from layerscope.store.manifest import Completeness, Manifest, Missing
 from layerscope.store.reader import Reader
 from layerscope.store.strictjson import JSON
@@ -48,6 +49,14 @@ class MemoryRun(Reader):
         self._kept: list[_Kept] = []
         self._table = Index()
         self._indexed = 0
+        self._losses = Losses(self.address)
+        self._before = 0  # records that were handed over in runs before this one
+
+    def following(self) -> MemoryRun:
+        """Return an empty run that goes on counting where this one stops."""
+        run = MemoryRun(self._manifest)
+        run._losses, run._before = self._losses, self._before + len(self._kept)
+        return run
 
     @property
     def manifest(self) -> Manifest:
@@ -73,6 +82,10 @@ class MemoryRun(Reader):
         """
         self._kept.append(_Kept(point, moment, tensor, summary, note or {}))
 
+    def lose(self, point: Point, moment: Moment, reason: str) -> None:
+        """Count a record that could not be made, and say the first of its kind."""
+        self._losses.count(str(point), str(moment), reason)
+
     def close(
         self,
         *,
@@ -84,7 +97,16 @@ class MemoryRun(Reader):
         state: str = "complete",
     ) -> Completeness:
         """State how complete the run is, as `Writer.close` does."""
-        completeness = Completeness(state, forwards, points, len(self._kept), recomputed, list(missing), failed=failed)
+        completeness = Completeness(
+            state,
+            forwards,
+            points,
+            self._before + len(self._kept),
+            recomputed,
+            list(missing),
+            self._losses.dropped,
+            failed=failed,
+        )
         self._manifest = replace(self._manifest, completeness=completeness)
         return completeness
 

@@ -171,6 +171,10 @@ class Writer:
         self._release(item)
         return False
 
+    def lose(self, point: Point, moment: Moment, reason: str) -> None:
+        """Count a record that could not be made, and say the first of its kind."""
+        self._losses.count(_text(point), str(moment), reason)
+
     def flush(self, *, patience: float = 60.0) -> None:
         """Return once everything accepted before is acknowledged or counted as dropped.
 

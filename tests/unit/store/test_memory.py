@@ -11,6 +11,7 @@ import torch
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
 from layerscope.store import Completeness, Manifest, MemoryRun, Missing
+from layerscope.store.manifest import Dropped
 
 
 def test_the_tensor_is_the_one_that_was_added():
@@ -87,3 +88,42 @@ def test_a_summary_that_is_made_later_is_made_when_it_is_asked_for():
     assert (len(run), made) == (1, [])
     assert run.summary("a").mean == 1
     assert made
+
+
+def test_a_run_that_follows_another_is_empty_and_goes_on_counting():
+    run = MemoryRun(Manifest(mode="x"))
+    for step in range(3):
+        run.add(Point("a"), Moment(step=step), tensor=torch.ones(1) * step)
+    second = run.following()
+    assert (len(second), second.manifest.mode, len(run)) == (0, "x", 3)
+    second.add(Point("a"), Moment(step=3), tensor=torch.ones(1) * 3)
+    third = second.following()
+    assert third.close().records == 4
+    assert [run.tensor("a", step=step).item() for step in range(3)] == [0, 1, 2]
+    assert [m.step for m in second.moments] == [3]
+
+
+def test_what_could_not_be_made_is_listed_and_said_once(caplog):
+    run = MemoryRun()
+    for step in range(3):
+        run.lose(Point("a"), Moment(step=step, batch=step), "there was no room")
+    run.lose(Point("b", "input", (0,)), Moment(step=1, batch=1), "there was no room")
+    following = run.following()
+    following.lose(Point("a"), Moment(step=7, batch=7), "there was no room")
+    following.lose(Point("a"), Moment(step=8, batch=8), "the device is gone")
+    done = following.close(forwards=9)
+    assert done.dropped == [
+        Dropped("a:output", 4, "there was no room", "step=0"),
+        Dropped("b:input[0]", 1, "there was no room", "step=1"),
+        Dropped("a:output", 1, "the device is gone", "step=8"),
+    ]
+    assert (done.records, following.complete) == (0, False)
+    assert [record.getMessage().split(" is not recorded")[0] for record in caplog.records] == [
+        "memory: a:output at step=0",
+        "memory: a:output at step=8",
+    ]
+
+
+def test_a_run_that_lost_nothing_has_nothing_dropped():
+    run = MemoryRun()
+    assert (run.close(forwards=1).dropped, run.complete) == ([], True)

@@ -20,6 +20,7 @@ from asserts import left_open
 from layerscope.errors import NotARun, RunBusy, RunExists
 from layerscope.points import Moment, Point
 from layerscope.store import Blob, Completeness, Manifest, Missing, Writer, open_run
+from layerscope.store.manifest import Dropped
 
 A, B = Point("a"), Point("b")
 ONES = np.ones(4, np.float32)
@@ -570,3 +571,21 @@ def test_a_summary_shared_by_two_records_is_written_out_once_and_read_by_both(tm
     entries = list(open_run(tmp_path / "run").records())
     assert [entry.summary for entry in entries] == [plain] * 3
     assert entries[1].note == {"within": "x"}
+
+
+def test_what_could_not_be_made_is_listed_in_the_run_and_said_once(tmp_path, caplog, blob):
+    writer = Writer(tmp_path / "run", Manifest())
+    writer.write(A, Moment(), blob=blob(ONES))
+    for step in range(1, 4):
+        writer.lose(A, Moment(step=step, batch=step), "there was no room")
+    writer.lose(B, Moment(step=2, batch=2), "there was no room")
+    done = writer.close(forwards=4, points=2)
+    expected = [
+        Dropped("a:output", 3, "there was no room", "step=1"),
+        Dropped("b:output", 1, "there was no room", "step=2"),
+    ]
+    run = open_run(tmp_path / "run")
+    assert done.dropped == run.manifest.completeness.dropped == expected
+    assert (done.records, run.complete, run.tensor("a").tolist()) == (1, False, ONES.tolist())
+    [sentence] = said(caplog)
+    assert "a:output at step=1 is not recorded: there was no room" in sentence
