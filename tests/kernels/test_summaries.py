@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from itertools import groupby
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,13 +20,22 @@ NAN, INF = math.nan, math.inf
 LARGE = 1_000_000 if REAL else 2_500
 
 
-def swept(tensors, *, level="full"):
-    """Summaries of tensors that share the slots of one launch."""
+def swept(tensors, *, level="full", together=False):
+    """Summaries of tensors that share one gathering; `together`, one launch for those of each dtype."""
     stream = torch.cuda.current_stream().cuda_stream if REAL else 0
     slots = Slots(DEVICE, level, stream, wide=level == "full" and tensors[0].dtype is torch.float64)
     there = [tensor.to(DEVICE) for tensor in tensors]
-    for index, tensor in enumerate(there):
-        slots.start(index, tensor)
+    if together:
+        at = 0
+        for dtype, group in groupby(there, lambda tensor: tensor.dtype):
+            lie = np.array([(tensor.data_ptr(), tensor.numel()) for tensor in group])
+            entries, programs = slots.entries(dtype, *lie.T)
+            table = torch.from_numpy(entries).to(DEVICE)
+            slots.starting_all(dtype)(at, table.data_ptr(), len(lie), programs)
+            at += len(lie)
+    else:
+        for index, tensor in enumerate(there):
+            slots.starting(tensor.dtype)(index, tensor.data_ptr(), tensor.numel())
     sheet = slots.gather(len(there))
     numbers = Gathered.read(sheet, lambda *parts: [part.cpu().numpy() for part in parts])
     return [
@@ -40,6 +51,18 @@ def test_summaries_are_those_of_the_cpu(dtype, level):
     tensors = [values(dtype, size) for size in sizes]
     for summary, tensor in zip(swept(tensors, level=level), tensors, strict=True):
         assert_like_the_cpu(summary, tensor, level=level)
+
+
+@pytest.mark.parametrize("level", ["moments", "full"])
+def test_tensors_of_many_sizes_and_dtypes_are_swept_in_one_launch_of_each(level):
+    sizes = [1, 9, 1024, 4097, 1_000_003] if REAL else [9, 4097]
+    kinds = [dtype for dtype in FLOATS + WORDS + BYTES if dtype is not torch.float64]
+    kinds = kinds if REAL else [torch.bfloat16, torch.float32, torch.int64, torch.bool]
+    tensors = [values(dtype, size) for dtype in kinds for size in sizes]
+    alone = swept(tensors, level=level)
+    for summary, one, tensor in zip(swept(tensors, level=level, together=True), alone, tensors, strict=True):
+        assert_like_the_cpu(summary, tensor, level=level)
+        assert repr(summary) == repr(one)  # to the bit, because the same programs take the same items
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -78,6 +101,6 @@ def test_slots_are_empty_again_after_they_were_gathered():
     for step in range(3):
         tensor = torch.randn(300 + step) * 2.0 ** (20 * step)
         there = tensor.to(DEVICE)
-        slots.start(0, there)
+        slots.starting(there.dtype)(0, there.data_ptr(), there.numel())
         [numbers] = Gathered.read(slots.gather(1), lambda *parts: [part.cpu().numpy() for part in parts])
         assert_like_the_cpu(numbers.summary("float32", tuple(tensor.shape)), tensor)

@@ -6,6 +6,7 @@ import gc
 import threading
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ import layerscope as ls
 import zoo
 from asserts import assert_same_bits
 from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, values
+from layerscope.recorder import lanes
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.lanes import arriving, lane_of
 from layerscope.stats import summarize
@@ -130,7 +132,7 @@ def test_streams_of_the_user_have_slots_of_their_own():
 def test_a_device_without_kernels_says_so_and_goes_on(monkeypatch, caplog):
     from layerscope.stats.device import Slots
 
-    monkeypatch.setattr(Slots, "start", lambda *_: 1 / 0)
+    monkeypatch.setattr(Slots, "starting", lambda *_: 1 / 0)
     statistics = Statistics()
     tensor = torch.randn(1000)
     assert_like_the_cpu(statistics.of(tensor.cuda())(), tensor)
@@ -152,6 +154,11 @@ def lane(request, monkeypatch):
         lane.pinned.room(size)
     lane.pinned.grow()
     return lane
+
+
+def room(size):
+    """Ordinary memory of the host."""
+    return np.empty(size, np.uint8)
 
 
 def model_on_device(dtype=torch.float32):
@@ -268,8 +275,7 @@ def test_the_forward_does_not_wait_for_the_device(keep):
 def test_large_and_many_tensors_arrive(lane):
     sizes = [40 << 20, 1, 0, 17, 16 << 20, *[1000] * 300, (16 << 20) + 1, 70 << 20]
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in sizes]
-    hosts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    arrivals = [arriving(tensor, lambda host=host: host) for tensor, host in zip(tensors, hosts, strict=True)]
+    arrivals = [arriving(tensor, room) for tensor in tensors]
     for tensor, arrival in zip(tensors, arrivals, strict=True):
         assert torch.equal(arrival(), tensor.cpu())
 
@@ -277,7 +283,7 @@ def test_large_and_many_tensors_arrive(lane):
 def test_a_full_device_makes_the_caller_wait_and_loses_nothing(lane, monkeypatch):
     monkeypatch.setattr(lane, "_most", 8 << 20)
     tensors = [torch.randn(800_000, device="cuda") for _ in range(20)]
-    arrivals = [arriving(tensor, lambda: torch.empty(800_000)) for tensor in tensors]
+    arrivals = [arriving(tensor, room) for tensor in tensors]
     assert lane._held <= 8 << 20
     for tensor, arrival in zip(tensors, arrivals, strict=True):
         assert_same_bits(arrival(), tensor.cpu())
@@ -290,12 +296,13 @@ def test_what_flies_is_used_again_only_after_it_has_landed():
     tensors = [torch.full((400_000,), float(i), device="cuda") for i in range(200)]
     asleep()
     for tensor in tensors:
-        arriving(tensor, lambda: torch.empty(400_000))  # nobody waits for it, and its memory must not be given away
-    last = [arriving(tensor, lambda: torch.empty(400_000)) for tensor in tensors[:20]]
+        arriving(tensor, room)  # nobody waits for it, and its memory must not be given away
+    last = [arriving(tensor, room) for tensor in tensors[:20]]
     assert [arrival().unique().tolist() for arrival in last] == [[float(i)] for i in range(20)]
 
 
-def test_a_thousand_steps_of_a_busy_device_are_recorded_to_the_bit():
+@pytest.mark.parametrize("keep", ["tensor", "both"])
+def test_a_thousand_steps_of_a_busy_device_are_recorded_to_the_bit(keep):
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4)).cuda()
 
@@ -307,7 +314,7 @@ def test_a_thousand_steps_of_a_busy_device_are_recorded_to_the_bit():
     model = zoo.Holder(forward, layers=layers)
     taken = []
     hooks = [layer.register_forward_hook(lambda m, a, out: taken.append(out.clone())) for layer in layers]
-    with torch.no_grad(), ls.record(model, "layers.*", keep="both") as rec:
+    with torch.no_grad(), ls.record(model, "layers.*", keep=keep) as rec:
         for step in range(1000):
             if step % 100 == 0:
                 asleep(0.05)
@@ -322,6 +329,141 @@ def test_a_thousand_steps_of_a_busy_device_are_recorded_to_the_bit():
             assert_same_bits(kept, taken[4 * step + number].cpu())
 
 
+def test_a_device_without_room_drops_counts_and_says_so(monkeypatch, caplog):
+    lane = lane_of(torch.device("cuda", 0))
+    monkeypatch.setattr(lane, "pinned", None)
+    monkeypatch.setattr(lane, "_most", 1 << 20)
+    monkeypatch.setattr(lanes, "_BOUND", 0.05)
+    hold, carry = threading.Event(), lane.copy
+    monkeypatch.setattr(lane, "copy", lambda pairs: (hold.wait(), carry(pairs)))  # copies do not get anywhere
+    model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))).cuda(), torch.randn(512, 512, device="cuda")
+    with torch.no_grad(), ls.record(model, "*:output") as rec:
+        model(x)
+        hold.set()
+    assert [(d.point, d.count) for d in rec.completeness.dropped] == [("1:output", 1), ("2:output", 1)]
+    assert "1 MiB of them waited for 0.05 s" in rec.completeness.dropped[0].reason
+    assert "is not recorded" in caplog.text
+    assert_same_bits(rec["0"], model[0](x).detach().cpu())
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """How many tensors were taken together, each time."""
+    seen = []
+    ferry, start_all = lanes.Lane.ferry, Statistics.start_all
+    monkeypatch.setattr(lanes.Lane, "ferry", lambda s, t, *a: (seen.append(len(t)), ferry(s, t, *a))[1])
+    monkeypatch.setattr(Statistics, "start_all", lambda s, t, *a: (seen.append(len(t)), start_all(s, t, *a))[1])
+    return seen
+
+
+@pytest.mark.parametrize("level", ["moments", "full"])
+@pytest.mark.parametrize("keep", ["tensor", "summary"])
+def test_small_tensors_are_taken_together_at_the_end_of_the_step(keep, level, batches):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)), nn.Flatten(0)).cuda()
+    taken = []
+    hooks = [layer.register_forward_hook(lambda m, a, out: taken.append(out.clone())) for layer in model]
+    with torch.no_grad(), ls.record(model, "*", keep=keep, statistics=level) as rec:
+        for _ in range(40):
+            model(torch.randn(8, 64, device="cuda"))
+            torch.cuda.synchronize()  # a trial is judged once its numbers are there
+    for hook in hooks:
+        hook.remove()
+    assert batches[-20:] == [6] * 20
+    for number, tensor in enumerate(taken):
+        step, name = number // 6, str(number % 6)
+        if keep == "tensor":
+            assert_same_bits(rec.run.tensor(name, step=step), tensor.cpu())
+        else:
+            assert_like_the_cpu(rec.run.summary(name, step=step), tensor.cpu(), level=level)
+
+
+@pytest.mark.parametrize("keep", ["tensor", "summary"])
+def test_a_change_in_place_reaches_nothing_whether_torch_counts_it_or_not(keep, batches):
+    def forward(m, x):
+        a, b, c = m.a(x), m.b(x), m.c(x)
+        a.add_(1)
+        b.data.add_(1)
+        return a + b + c
+
+    model = zoo.Holder(forward, a=nn.Linear(64, 64), b=nn.Linear(64, 64), c=nn.Linear(64, 64)).cuda()
+    taken = []
+    hooks = [m.register_forward_hook(lambda m, a, out: taken.append(out.clone())) for m in model.children()]
+    with torch.no_grad(), ls.record(model, ["a", "b", "c"], keep=keep) as rec:
+        for _ in range(40):
+            model(torch.randn(8, 64, device="cuda"))
+            torch.cuda.synchronize()
+    for hook in hooks:
+        hook.remove()
+    assert batches[-20:] == [1] * 20  # c's alone
+    assert not rec.completeness.dropped
+    for number, tensor in enumerate(taken):
+        step, name = number // 3, "abc"[number % 3]
+        if keep == "tensor":
+            assert_same_bits(rec.run.tensor(name, step=step), tensor.cpu())
+        else:
+            assert_like_the_cpu(rec.run.summary(name, step=step), tensor.cpu())
+
+
+ODD = {
+    "plain": lambda x: x + 0,
+    "transposed": lambda x: x.t(),
+    "unaligned": lambda x: x.flatten()[1:],
+    "negated": lambda x: torch._neg_view(x),
+    "empty": lambda x: x[:0],
+    "scalar": lambda x: x[0, 0],
+    "conjugated": lambda x: x.to(torch.complex64).conj(),
+    "float64": lambda x: x.double(),
+    "parameter": lambda x: nn.Parameter(x.clone()),
+    "large": lambda x: x.expand(64, -1, -1).contiguous(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("keep", ["tensor", "summary"])
+def test_what_does_not_lie_plainly_is_recorded_as_itself(keep):
+    parts = nn.ModuleDict({name: zoo.Holder(lambda m, x, make=make: make(x)) for name, make in ODD.items()})
+
+    def forward(m, x):
+        for part in m.parts.values():
+            part(x)
+        m.sparse(x)
+        m.nested(x)
+        return m.last(x)
+
+    model = zoo.Holder(
+        forward,
+        parts=parts,
+        sparse=zoo.Holder(lambda m, x: x.to_sparse()),
+        nested=zoo.Holder(lambda m, x: torch.nested.nested_tensor([x, x[:3]])),
+        last=nn.Linear(64, 64).cuda(),
+    )
+    x = torch.randn(64, 64, device="cuda")
+    with torch.no_grad(), ls.record(model, "**", keep=keep) as rec:
+        model(x)
+        model(x)
+    refused = {missing.point: missing.reason for missing in rec.missing}
+    assert "sparse_coo tensor is not stored" in refused["sparse:output"]
+    assert "nested tensor is not stored" in refused["nested:output"]
+    for step in (0, 1):
+        for name, make in ODD.items():
+            wanted = make(x).detach().resolve_neg().resolve_conj().cpu()
+            if keep == "tensor":
+                assert_same_bits(rec.run.tensor(f"parts.{name}", step=step), wanted.contiguous())
+            else:
+                assert_like_the_cpu(rec.run.summary(f"parts.{name}", step=step), wanted)
+
+
+def test_a_thread_that_is_new_to_the_device_is_recorded():
+    model, x = model_on_device()
+    with torch.no_grad(), ls.record(model, "**:input", keep="summary") as rec:
+        for _ in range(2):
+            thread = threading.Thread(target=model, args=(x,))
+            thread.start()
+            thread.join()
+    assert not rec.missing
+    assert_like_the_cpu(rec.run.summary("0:input[0]", step=1), x.cpu())
+
+
 def test_a_small_budget_does_not_lock_hook_and_writer(tmp_path):
     model, x = model_on_device()
     with ls.record(model, "**:*", to=tmp_path / "run", budget=1) as rec:
@@ -334,9 +476,8 @@ def test_a_small_budget_does_not_lock_hook_and_writer(tmp_path):
 def test_memory_of_the_host_is_free_again_only_after_the_arrival(monkeypatch):
     monkeypatch.setattr(lane_of(torch.device("cuda", 0)), "pinned", None)
     tensor = torch.ones(1000, device="cuda")
-    host = torch.zeros(1000)
     woken = asleep()
-    arrival = arriving(tensor, lambda: host)
+    arrival = arriving(tensor, room)
     freed = threading.Event()
     arrival.then(freed.set)
     assert not freed.is_set()

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from layerscope.errors import Unsupported
-from layerscope.recorder.lanes import arriving
+from layerscope.recorder.lanes import arriving, as_tensor
 from layerscope.stats.bits import lying
 
 __all__ = ["Arena", "Lease", "Pool", "dtype_name", "plain", "undisturbed"]
@@ -105,14 +105,14 @@ class Arena:
 
     def copy(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Copy a plain tensor; the result is called for when it is needed, and may then wait for a device."""
-        shape, dtype, size = tensor.shape, tensor.dtype, tensor.nbytes
         if not tensor.is_cpu:
-            return arriving(tensor, lambda: _as_tensor(self._room(size), dtype, shape))
-        kept = _as_tensor(self._room(size), dtype, shape)
+            return arriving(tensor, self.room)
+        kept = as_tensor(self.room(tensor.nbytes), tensor.dtype, tensor.shape)
         _copy(kept, tensor)
         return lambda: kept
 
-    def _room(self, size: int) -> Bytes:
+    def room(self, size: int) -> Bytes:
+        """Return so many bytes for a copy."""
         if size < _SMALL:
             return np.empty(size, np.uint8)
         with self._lock:
@@ -140,17 +140,16 @@ class Pool:
 
     def copy(self, tensor: torch.Tensor) -> Lease:
         """Copy a plain tensor into a buffer of the pool, contiguously."""
-        shape, dtype, exact = tensor.shape, tensor.dtype, tensor.nbytes
-        size = 1 << max(12, (exact - 1).bit_length())
         taken: list[Bytes] = []
 
-        def room() -> torch.Tensor:
-            taken.append(self._take(size))
-            return _as_tensor(taken[0][:exact], dtype, shape)
+        def room(exact: int) -> Bytes:
+            taken.append(self._take(1 << max(12, (exact - 1).bit_length())))
+            return taken[0][:exact]
 
         if tensor.is_cpu:
-            _copy(room(), tensor)
-            return Lease(lambda: taken[0][:exact], lambda: self._give(taken))
+            octets = room(tensor.nbytes)
+            _copy(as_tensor(octets, tensor.dtype, tensor.shape), tensor)
+            return Lease(lambda: octets, lambda: self._give(taken))
         arrival = arriving(tensor, room)
 
         def data() -> Bytes:
@@ -187,12 +186,6 @@ def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """View a CPU tensor's values as words, whatever its dtype: numpy has no bfloat16."""
     word = _WORDS.get(tensor.itemsize)
     return tensor.numpy() if word is None else tensor.view(word).numpy()
-
-
-def _as_tensor(room: Bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    if not room.size:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.from_numpy(room).view(dtype).view(shape)
 
 
 def _chunk() -> Bytes:

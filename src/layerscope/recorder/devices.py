@@ -14,34 +14,44 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from layerscope.recorder.lanes import Carried, Lane, arriving, lane_of, refuse_capture, rest
+from layerscope.recorder.copying import undisturbed
+from layerscope.recorder.lanes import (
+    Carried,
+    Lane,
+    arriving,
+    capturing,
+    current_stream,
+    is_capturing,
+    lane_of,
+    lies_plainly,
+    rest,
+)
 from layerscope.stats import Summary, summarize
 
 if TYPE_CHECKING:
-    from layerscope.stats.device import Gathered, Level, Sheet, Slots
+    from layerscope.stats.device import Gathered, Level, Sheet, Start, StartAll
 
     _Key = tuple[int, int, Level, bool]  # device, stream, level, and whether float64's buckets are wanted
 
-__all__ = ["Statistics"]
+__all__ = ["Later", "Statistics"]
 
 _log = logging.getLogger("layerscope")
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in a build without CUDA
 
 
 class Statistics:
     """Summaries of tensors on an accelerator, made without waiting for it.
 
-    `of` may be called from several threads, and what it returns in any thread at any time. Where the device has no
-    kernels for a tensor, a copy of it is summarised on the host, when the summary is asked for.
+    Its methods may be called from several threads, and what they return in any thread at any time. Where the device has
+    no kernels for a tensor, a copy of it is summarised on the host, when the summary is asked for.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slots: dict[_Key, Slots] = {}
-        self._open: dict[_Key, _Page] = {}
-        self._known: dict[torch.dtype, tuple[str, Callable[[torch.Tensor], bool], bool]] = {}
+        self._desks: dict[_Key, _Desk] = {}
+        self._last: dict[Level, _Desk] = {}  # that was used at each level
         self._broken: str | None = None
 
     @property
@@ -60,131 +70,206 @@ class Statistics:
 
             try:
                 device.prepare(where, dtypes, level)
-                stream = torch._C._cuda_getCurrentRawStream(where.index)
                 with self._lock:
-                    self._slots_at((where.index, stream, level, False), where)
+                    self._desk_of((where.index, current_stream(where.index), level, False), where)
             except Exception as error:
                 self._give_up(error)
 
+    def start(self, tensor: torch.Tensor, level: Level) -> Later | None:
+        """Launch the reduction of a tensor that lies plainly where the last ones did; None of any other: see `of`.
+
+        Every line counts where a model waits for Python.
+        """
+        desk = self._last.get(level)
+        if desk is None or not lies_plainly(tensor, desk.place) or current_stream(desk.place) != desk.stream:
+            return None
+        known, address, count = desk.known.get(tensor.dtype), tensor.data_ptr(), tensor.numel()
+        if known is None or address % 16 or not 0 < count < desk.most:
+            return None
+        return self._launched(desk, known, address, count, tensor.shape)
+
     def of(self, tensor: torch.Tensor, *, level: Level = "full") -> Callable[[], Summary]:
-        """Start the reduction of a plain tensor; the call that is returned waits for the numbers."""
+        """Start the reduction of a plain tensor, however it lies; the call that is returned waits for the numbers."""
         if tensor.is_cuda:
-            refuse_capture()
+            if is_capturing():
+                raise capturing()
             if self._broken is None:
                 self._broken = _why_not()
-            if not self._broken:
-                try:
-                    later = self._started(tensor, level)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    self._give_up(error)
-                else:
-                    if later is not None:
-                        return later
-        shape, dtype = tensor.shape, tensor.dtype
-        arrival = arriving(tensor, lambda: torch.empty(shape, dtype=dtype, device="cpu"))
+            if not self._broken and (later := self._anyhow(tensor, level)) is not None:
+                return later
+        arrival = arriving(tensor, lambda size: np.empty(size, np.uint8))
         return lambda: summarize(arrival(), level=level)
+
+    def start_all(self, tensors: list[torch.Tensor], level: Level, stream: int) -> list[Later | None]:
+        """Launch the reduction of many tensors, together, on the stream they were made on; None of those that cannot.
+
+        Those lie somewhere else, or not in order, or there is no page-locked memory to tell the device where they lie.
+        """
+        found: list[Later | None] = [None] * len(tensors)
+        desk = self._last.get(level)
+        if desk is None or desk.stream != stream:
+            return found
+        groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
+        for number, tensor in enumerate(tensors):
+            if lies_plainly(tensor, desk.place):
+                address, count = tensor.data_ptr(), tensor.numel()
+                if not address % 16 and 0 < count < desk.most:
+                    groups.setdefault(tensor.dtype, []).append((number, address, count))
+        for dtype, group in groups.items():
+            together, name = desk.together(dtype), str(dtype).removeprefix("torch.")
+            while together is not None and group:
+                with self._lock:
+                    page = desk.page or self._opened(desk)
+                    first = page.aboard
+                    mine, group = group[: desk.slots.size - first], group[desk.slots.size - first :]
+                    if not self._launched_all(desk, page, together, dtype, mine):
+                        break
+                for index, (number, _, _) in enumerate(mine, first):
+                    found[number] = Later(page, index, name, tensors[number].shape)
+        return found
+
+    def _launched_all(
+        self, desk: _Desk, page: _Page, together: StartAll, dtype: torch.dtype, group: list[tuple[int, int, int]]
+    ) -> bool:
+        size = 24 * len(group)
+        room = desk.lane.room(size)
+        if room is None:
+            return False
+        chunk, at, address = room
+        _, addresses, counts = np.array(group, np.int64).T
+        entries, programs = desk.slots.entries(dtype, addresses, counts)
+        chunk[at : at + size].view(np.int64)[:] = entries.reshape(-1)
+        together(page.aboard, address, len(group), programs)
+        page.reads.append(chunk)
+        page.aboard += len(group)
+        page.over = False
+        if page.aboard == desk.slots.size:
+            self._send(desk)
+        return True
 
     def fetch(self) -> None:
         """Hear that a step has ended: what is waited for from now on leaves at once."""
         rest()
-        for page in list(self._open.values()):
-            page.over = True
+        for desk in list(self._desks.values()):
+            if desk.page is not None:
+                desk.page.over = True
 
     def close(self) -> None:
         """Send for what is left, and give the memory on the device back."""
         with self._lock:
-            for key in list(self._open):
-                self._send(key)
-            self._slots.clear()
+            for desk in self._desks.values():
+                self._send(desk)
+            self._desks.clear()
+            self._last.clear()
 
     def _give_up(self, error: Exception) -> None:
         self._broken = f"Triton failed: {type(error).__name__}: {error}"
+        self._last.clear()
         _log.warning("%s. Statistics are made on the host, which costs a copy of every tensor.", self._broken)
 
-    def _started(self, tensor: torch.Tensor, level: Level) -> Callable[[], Summary] | None:
-        """Launch; None where there is no kernel for this tensor. Every line counts where a model waits for Python."""
-        dtype, shape = tensor.dtype, tuple(tensor.shape)
-        known = self._known.get(dtype)
-        if known is None:
-            known = self._known[dtype] = _known(dtype)
-        name, takes, wide = known
-        if not takes(tensor):
+    def _anyhow(self, tensor: torch.Tensor, level: Level) -> Callable[[], Summary] | None:
+        """Launch, and have the next tensor of the kind go by `start`; None where there is no kernel for this one."""
+        from layerscope.stats import device
+
+        dtype, shape = tensor.dtype, tensor.shape
+        if not device.takes(tensor):
             return None
         if 0 in shape:
             nothing = summarize(torch.empty(shape, dtype=dtype, device="cpu"), level=level)
             return lambda: nothing
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        place = tensor.get_device()
-        key = place, _current_stream(place), level, wide and level == "full"
-        with self._lock:
-            page = self._open.get(key)
-            if page is None:
-                page = self._opened(key, tensor.device)
-            index = page.aboard
-            page.slots.start(index, tensor)
-            page.aboard = index + 1
-            page.over = False
-            if page.aboard == page.slots.size:
-                self._send(key)
-        return _Later(page, index, name, shape)
+        where, address = tensor.device, tensor.data_ptr()
+        key = where.index, current_stream(where.index), level, dtype is torch.float64 and level == "full"
+        with torch.cuda.device(where):
+            try:
+                with self._lock:
+                    desk = self._desk_of(key, where)
+                    known = desk.known.get(dtype)
+                    if known is None:
+                        known = desk.known[dtype] = desk.slots.starting(dtype), str(dtype).removeprefix("torch.")
+                    self._last[level] = desk
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self._give_up(error)
+                return None
+            return self._launched(desk, known, address, tensor.numel(), shape)
 
-    def _opened(self, key: _Key, where: torch.device) -> _Page:
+    def _launched(
+        self, desk: _Desk, known: tuple[Start, str], address: int, count: int, shape: torch.Size
+    ) -> Later | None:
+        begin, name = known
+        try:
+            with self._lock:
+                page = desk.page or self._opened(desk)
+                index = page.aboard
+                begin(index, address, count)
+                page.aboard = index + 1
+                page.over = False
+                if page.aboard == desk.slots.size:
+                    self._send(desk)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._give_up(error)
+            return None
+        return Later(page, index, name, shape)
+
+    def _opened(self, desk: _Desk) -> _Page:
         def leave() -> None:
             with self._lock:
-                if self._open.get(key) is page:
-                    self._send(key)
+                if desk.page is page:
+                    self._send(desk)
 
-        page = _Page(lane_of(where), torch.cuda.current_stream(where), self._slots_at(key, where), leave)
-        self._open[key] = page
+        page = desk.page = _Page(desk.lane, desk.origin, leave)
         return page
 
-    def _slots_at(self, key: _Key, where: torch.device) -> Slots:
-        slots = self._slots.get(key)
-        if slots is None:
-            from layerscope.stats import device
+    def _desk_of(self, key: _Key, where: torch.device) -> _Desk:
+        desk = self._desks.get(key)
+        if desk is None:
+            desk = self._desks[key] = _Desk(key, where)
+        return desk
 
-            _, stream, level, wide = key
-            slots = self._slots[key] = device.Slots(where, level, stream, wide=wide)
-        return slots
-
-    def _send(self, key: _Key) -> None:
+    def _send(self, desk: _Desk) -> None:
         """Have a page's numbers gathered; its slots are free again, in the order of the stream."""
-        page = self._open.pop(key)
-        if page.aboard:
-            with torch.cuda.stream(page.origin):  # in another thread it would not be the current one
-                page.sheet = page.slots.gather(page.aboard)
+        page, desk.page = desk.page, None
+        if page is not None and page.aboard:
+            with undisturbed(), torch.cuda.stream(page.origin):  # in another thread it would not be the current one
+                page.sheet = desk.slots.gather(page.aboard)
             page.lane.send(page)
 
 
-class _Later:
-    """A summary whose numbers are on their way."""
+class _Desk:
+    """Where the tensors of one stream are taken, at one level: the launch and the name of each dtype, the open page."""
 
-    __slots__ = ("_dtype", "_index", "_page", "_shape")
+    def __init__(self, key: _Key, where: torch.device) -> None:
+        from layerscope.stats import device
 
-    def __init__(self, page: _Page, index: int, dtype: str, shape: tuple[int, ...]) -> None:
-        self._page = page
-        self._index = index
-        self._dtype = dtype
-        self._shape = shape
+        self.place, self.stream, level, wide = key
+        self.most = device.MOST
+        self.lane = lane_of(where)
+        self.origin = torch.cuda.current_stream(where)
+        self.slots = device.Slots(where, level, self.stream, wide=wide)
+        self.known: dict[torch.dtype, tuple[Start, str]] = {}
+        self.page: _Page | None = None
+        self._together: dict[torch.dtype, StartAll | None] = {}
 
-    def __call__(self) -> Summary:
-        """Wait for the numbers."""
-        self._page.wait()
-        assert self._page.gathered is not None
-        return self._page.gathered[self._index].summary(self._dtype, self._shape)
+    def together(self, dtype: torch.dtype) -> StartAll | None:
+        """Return the launch for many tensors of a dtype at once, where there is one."""
+        if dtype not in self._together:
+            self._together[dtype] = self.slots.starting_all(dtype)
+        return self._together[dtype]
 
 
 class _Page(Carried):
     """The numbers of tensors that are gathered together."""
 
-    def __init__(self, lane: Lane, origin: torch.cuda.Stream, slots: Slots, leave: Callable[[], None]) -> None:
+    def __init__(self, lane: Lane, origin: torch.cuda.Stream, leave: Callable[[], None]) -> None:
         super().__init__(lane, origin)
-        self.slots = slots
         self.sheet: Sheet | None = None
         self.gathered: Gathered | None = None
+        self.reads: list[Any] = []  # memory of the host that launches read from
         self._send = leave
 
     def leave(self) -> None:
@@ -196,19 +281,47 @@ class _Page(Carried):
         assert self.sheet is not None
         self.gathered = Gathered.read(self.sheet, self.lane.bring)
         self.sheet = None
+        self.reads.clear()
+
+
+class Later:
+    """A summary whose numbers are on their way."""
+
+    __slots__ = ("_dtype", "_index", "_page", "_shape")
+
+    def __init__(self, page: _Page, index: int, dtype: str, shape: torch.Size) -> None:
+        self._page = page
+        self._index = index
+        self._dtype = dtype
+        self._shape = shape
+
+    def __call__(self) -> Summary:
+        """Wait for the numbers."""
+        self._page.wait()
+        assert self._page.gathered is not None
+        return self._page.gathered[self._index].summary(self._dtype, tuple(self._shape))
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a call would not wait."""
+        return self._page.has_arrived
+
+    def leave(self) -> None:
+        """Have the numbers fetched, though nobody waits for them."""
+        self._page.leave()
+
+    def same_as(self, other: Later) -> bool:
+        """Whether both are of the same values, taken by the same programs."""
+        mine, its = self._page.gathered, other._page.gathered
+        assert mine is not None
+        assert its is not None
+        return mine.same(self._index, its, other._index)
 
 
 def _why_not() -> str:
     from layerscope.stats.launching import why_not
 
     return why_not()
-
-
-def _known(dtype: torch.dtype) -> tuple[str, Callable[[torch.Tensor], bool], bool]:
-    """Return what is always the same about a dtype: its name, which of its tensors have a kernel, how wide it is."""
-    from layerscope.stats.device import takes
-
-    return str(dtype).removeprefix("torch."), takes, dtype is torch.float64
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, set[torch.dtype]]:

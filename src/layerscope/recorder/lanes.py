@@ -10,9 +10,9 @@ to copy to memory that is not page-locked would hold up every launch of the proc
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -25,8 +25,13 @@ import torch
 
 from layerscope.errors import Unsupported
 from layerscope.recorder.pinned import Pinned, Room
+from layerscope.stats.driver import Launch, copying, why_no_driver
+from layerscope.stats.launching import why_not
 
-__all__ = ["Arrival", "Carried", "Lane", "arriving", "lane_of", "refuse_capture", "rest"]
+__all__ = [
+    "Arrival", "Carried", "Lane", "Lost",
+    "arriving", "as_tensor", "capturing", "current_stream", "flying", "is_capturing", "lane_of", "lies_plainly", "rest",
+]  # fmt: skip
 
 _log = logging.getLogger("layerscope")
 
@@ -35,36 +40,81 @@ _MOST = 2 << 30  # bytes of clones a device holds at most, if a quarter of its f
 _TOGETHER = 256 << 20  # bytes of clones that leave before anybody has asked for one, if a quarter of that is not less
 _SMALL = 2 << 20  # bytes that the model's own stream copies: 40 us at most, and the copy needs no clone
 _QUIET, _PATIENCE = 0.002, 10  # seconds without company, and how often they may pass, until a cargo leaves alone
+_BOUND = 10.0  # seconds that a hook waits for room on the device, at most
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+# What torch asks CUDA, without its Python around it; a build without CUDA has none of them.
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
-def arriving(tensor: torch.Tensor, room: Callable[[], torch.Tensor]) -> Arrival:
-    """Start a copy to the host; where it cannot fly, `room` gives contiguous memory for it, later, in another thread.
+
+_Tensor = torch.Tensor
+
+
+class Lost(RuntimeError):
+    """A tensor's values could not be kept, this once."""
+
+
+def arriving(tensor: torch.Tensor, room: Callable[[int], Bytes]) -> Arrival:
+    """Start a copy to the host; where it cannot fly, `room` gives so many bytes for it, later, in another thread.
 
     What is taken by the thread stays on the device until there is enough of it to leave together, or until it is waited
     for: a thread that works beside a model that waits for Python takes as much from it as it does itself. Where copies
-    do not leave as fast as they come, the caller waits rather than fill the device.
+    do not leave as fast as they come, the caller waits rather than fill the device, and is told `Lost` in the end.
     """
-    arrival = Arrival(room)
-    if tensor.device.type == "cuda":
-        refuse_capture()
-        lane_of(tensor.device).board(arrival, tensor)
+    arrival = Arrival(tensor.dtype, tensor.shape, room)
+    if tensor.is_cuda:
+        if is_capturing():
+            raise capturing()
+        lane = _lanes.get(tensor.get_device()) or lane_of(tensor.device)
+        lane.board(arrival, tensor)
     else:
-        arrival.host = room().copy_(tensor)
+        arrival.host = as_tensor(room(tensor.nbytes), tensor.dtype, tensor.shape).copy_(tensor)
     return arrival
+
+
+def flying(tensor: torch.Tensor, room: Callable[[int], Bytes]) -> Arrival | None:
+    """Start the copy of a small tensor that lies plainly, with as little Python as can be; None of any other."""
+    lane = _lanes.get(tensor.get_device())
+    if lane is None or not lies_plainly(tensor, lane.place) or not 0 < tensor.nbytes <= _SMALL:
+        return None
+    arrival = Arrival(tensor.dtype, tensor.shape, room)
+    return arrival if lane.let_fly(arrival, tensor.data_ptr(), tensor.nbytes) else None
+
+
+def lies_plainly(tensor: torch.Tensor, place: int) -> bool:
+    """Tell whether an ordinary tensor lies in order on the current device, `place`, and no graph is captured.
+
+    Says no quickly rather than why. The default stream, number 0, is never captured.
+    """
+    try:
+        return (
+            type(tensor) is _Tensor
+            and tensor.get_device() == place
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not (tensor.dtype.is_complex or tensor.is_nested)
+            and not (current_stream(place) and is_capturing())
+            and (_alone() or _current_device() == place)
+        )
+    except RuntimeError:  # what is sparse does not lie in order
+        return False
 
 
 class Arrival:
     """A tensor on its way to the host."""
 
-    __slots__ = ("cargo", "clone", "host", "landing", "room")
+    __slots__ = ("cargo", "clone", "dtype", "host", "landing", "room", "shape")
 
-    def __init__(self, room: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, dtype: torch.dtype, shape: torch.Size, room: Callable[[int], Bytes]) -> None:
+        self.dtype = dtype
+        self.shape = shape
         self.room = room
         self.host: torch.Tensor | None = None
         self.clone: torch.Tensor | None = None
-        self.landing: tuple[Bytes, torch.dtype, torch.Size] | None = None
+        self.landing: Room | None = None
         self.cargo: Cargo | None = None
 
     def __call__(self) -> torch.Tensor:
@@ -73,26 +123,41 @@ class Arrival:
             self.cargo.wait()
         if self.host is None:
             assert self.landing is not None
-            octets, dtype, shape = self.landing
-            self.host = torch.from_numpy(octets).view(dtype).view(shape)
+            chunk, at, _ = self.landing
+            size = self.shape.numel() * self.dtype.itemsize
+            self.host = as_tensor(chunk[at : at + size], self.dtype, self.shape)
+            self.landing = None
         return self.host
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a call would not wait."""
+        return self.cargo is None or self.cargo.has_arrived
+
+    def leave(self) -> None:
+        """Have it leave, though nobody waits for it."""
+        if self.cargo is not None:
+            self.cargo.leave()
+
+    def same_as(self, other: Arrival) -> bool:
+        """Whether both brought the same bytes."""
+        return torch.equal(*(arrival().reshape(-1).view(torch.uint8) for arrival in (self, other)))
 
     def then(self, call: Callable[[], None]) -> None:
         """Call once nothing is written to memory that `room` gave: now, or later in another thread."""
-        if self.cargo is None or self.landing is not None:  # the lane holds on to what is flown to
-            call()
-        else:
+        if isinstance(self.cargo, _Trip):
             self.cargo.leave()
             self.cargo.then(call)
+        else:  # the lane holds on to what is flown to
+            call()
 
 
-def refuse_capture() -> None:
-    """Refuse to record in the middle of the capture of a CUDA graph."""
-    if torch.cuda.is_current_stream_capturing():
-        raise Unsupported(
-            "nothing can be recorded while a CUDA graph is captured: its replays would not record it again; "
-            "record a forward that runs without the graph"
-        )
+def capturing() -> Unsupported:
+    """Say that nothing is recorded in the middle of the capture of a CUDA graph."""
+    return Unsupported(
+        "nothing can be recorded while a CUDA graph is captured: its replays would not record it again; "
+        "record a forward that runs without the graph"
+    )
 
 
 def rest() -> None:
@@ -143,6 +208,11 @@ class Cargo(ABC):
         if self._error is not None:
             raise RuntimeError(f"it did not arrive from the device: {self._error}") from self._error
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether it is there."""
+        return self._unloaded.is_set()
+
     def then(self, call: Callable[[], None]) -> None:
         """Call once it is there: now, or later in another thread."""
         with self._lock:
@@ -191,9 +261,10 @@ class _Trip(Carried):
         arrivals, self.arrivals = self.arrivals, []
         pairs = []
         for arrival in arrivals:
-            arrival.host = arrival.room()
             assert arrival.clone is not None
-            pairs.append((arrival.clone, _flat(arrival.host).numpy()))
+            octets = arrival.room(arrival.clone.nbytes)
+            arrival.host = as_tensor(octets, arrival.dtype, arrival.shape)
+            pairs.append((arrival.clone, octets))
             arrival.clone = None
         self.lane.copy(pairs)
 
@@ -204,9 +275,15 @@ class _Flight(Cargo):
     def __init__(self, lane: Lane, origin: torch.cuda.Stream, raw: int) -> None:
         super().__init__(lane, origin)
         self.raw = raw
+        self.chunk: Bytes | None = None  # that was flown to last
         self.held: list[Bytes] = []
         self.beside = False  # whether something flies on the side stream
         self._landed: list[torch.cuda.Event] = []
+
+    def hold(self, chunk: Bytes) -> None:
+        """Keep a chunk from being used again before the copies have landed."""
+        self.chunk = chunk
+        self.held.append(chunk)
 
     def leave(self) -> None:
         self.lane.leave(self)
@@ -219,13 +296,20 @@ class _Flight(Cargo):
             landed.record(stream)
             self._landed.append(landed)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the copies have landed, and nobody need wait for them."""
+        return super().has_arrived or (bool(self._landed) and self.has_landed())
+
     def has_landed(self) -> bool:
+        """Whether those that have departed have landed."""
         return all(landed.query() for landed in self._landed)  # type: ignore[no-untyped-call]
 
     def arrive(self) -> None:
         for landed in self._landed:
             landed.synchronize()  # of an event: a stream's would be noticed by the user's sync debug mode
         self.held.clear()
+        self.chunk = None
         self.finish()
 
 
@@ -233,8 +317,10 @@ class Lane:
     """The way from one device to the host."""
 
     def __init__(self, device: torch.device) -> None:
+        self.place: int = device.index
         self._device = device
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._trip: _Trip | None = None
         self._flight: _Flight | None = None
         self._flying: deque[_Flight] = deque()
@@ -246,14 +332,15 @@ class Lane:
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stage = torch.empty(_STAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._queue: SimpleQueue[Carried] = SimpleQueue()
-        self._alone = torch.cuda.device_count() == 1
-        self._fly = _driver_copy()
-        self.pinned = Pinned() if self._fly else None
+        self._alone = _alone()
+        self._ferries: dict[int, Launch] = {}  # of each stream
+        self.pinned = None if why_no_driver() else Pinned()
+        self._copy = None if why_no_driver() else copying(device.index)
         threading.Thread(target=self._carry, name=f"layerscope-{device}", daemon=True).start()
 
     def board(self, arrival: Arrival, tensor: torch.Tensor) -> None:
         """Have a tensor leave, as it is when the current stream comes to this point."""
-        if self._alone or torch.cuda.current_device() == self._device.index:
+        if self._alone or _current_device() == self.place:
             self._board(arrival, tensor)
         else:
             with torch.cuda.device(self._device):
@@ -261,52 +348,129 @@ class Lane:
 
     def _board(self, arrival: Arrival, tensor: torch.Tensor) -> None:
         size = tensor.nbytes
-        room = None if self.pinned is None or not size else self.pinned.room(size)
-        raw = torch._C._cuda_getCurrentRawStream(tensor.get_device())
-        with self._changed:
+        if 0 < size <= _SMALL and self.let_fly(arrival, tensor.contiguous().data_ptr(), size):
+            return
+        raw = current_stream(self.place)
+        with self._lock:
+            room = self.pinned.room(size) if size > _SMALL and self.pinned is not None else None
             if room is None:
                 self._take_along(arrival, tensor, size, raw)
             else:
-                self._let_fly(arrival, tensor, room, size, raw)
+                self._fly_beside(arrival, tensor, room, size, raw)
 
-    def _let_fly(self, arrival: Arrival, tensor: torch.Tensor, room: Room, size: int, raw: int) -> None:
-        fly = self._fly
-        assert fly is not None
+    def let_fly(self, arrival: Arrival, address: int, size: int) -> bool:
+        """Copy what lies in order on the current device straight to page-locked memory; False where none is free."""
+        raw = current_stream(self.place)
+        with self._lock:
+            room = None if self.pinned is None else self.pinned.room(size)
+            if room is None:
+                return False
+            flight = self._flight
+            if flight is None or flight.raw != raw:
+                flight = self._began(raw)
+            if flight.chunk is not room[0]:
+                flight.hold(room[0])
+            self._copy(room[2], address, size, raw)  # type: ignore[misc]  # it is there if memory is
+            arrival.landing, arrival.cargo = room, flight
+            flight.aboard += 1
+            flight.over = False
+        return True
+
+    def ferry(self, tensors: list[torch.Tensor], room: Callable[[int], Bytes], raw: int) -> list[Arrival | None]:
+        """Bring small tensors to the host in one launch on the stream they were made on; None of those that cannot."""
+        found: list[Arrival | None] = [None] * len(tensors)
+        flown = [
+            n for n, t in enumerate(tensors) if lies_plainly(t, self.place) and t.numel() and not t.data_ptr() % 16
+        ]
+        if not flown or why_not():
+            return found
+        places, end = [], 64 * -(-24 * len(flown) // 64)  # of the tensors, behind the entries
+        for number in flown:
+            places.append(end)
+            end += tensors[number].nbytes + 63 & -64
+        with self._lock:
+            there = None if self.pinned is None else self.pinned.room(end)
+            if there is None:
+                return found
+            chunk, at, address = there
+            flight = self._flight
+            if flight is None or flight.raw != raw:
+                flight = self._began(raw)
+            if flight.chunk is not chunk:
+                flight.hold(chunk)
+            entries, largest = [], 0
+            for number, place in zip(flown, places, strict=True):
+                tensor = tensors[number]
+                entries.append((tensor.data_ptr(), address + place, tensor.nbytes))
+                largest = max(largest, tensor.nbytes)
+                arrival = found[number] = Arrival(tensor.dtype, tensor.shape, room)
+                arrival.landing, arrival.cargo = (chunk, at + place, address + place), flight
+            chunk[at : at + 24 * len(flown)].view(np.int64)[:] = np.array(entries, np.int64).reshape(-1)
+            self._ferry(address, len(flown), largest, raw)
+            flight.aboard += len(flown)
+            flight.over = False
+        return found
+
+    def _can_ferry(self, tensor: torch.Tensor) -> bool:
+        return lies_plainly(tensor, self.place) and tensor.numel() > 0 and not tensor.data_ptr() % 16
+
+    def _ferry(self, entries: int, count: int, largest: int, raw: int) -> None:
+        from layerscope.recorder.ferrying import BLOCK, ferrying
+
+        launch = self._ferries.get(raw)
+        if launch is None:
+            launch = self._ferries[raw] = ferrying(self._device)(raw)
+        programs = -(-largest // BLOCK)
+        launch(0, 0, entries, programs, count * programs)
+
+    def room(self, size: int) -> Room | None:
+        """Return page-locked memory that the device can read, if there is any free."""
+        with self._lock:
+            return None if self.pinned is None else self.pinned.room(size)
+
+    def _fly_beside(self, arrival: Arrival, tensor: torch.Tensor, room: Room, size: int, raw: int) -> None:
+        """Copy a clone on the side stream, while the model goes on."""
+        if self._held + size > self._most:
+            self._depart()
+            self._make_room(size)
         flight = self._flight
         if flight is None or flight.raw != raw:
-            self._depart()
-            flight = self._flight = _Flight(self, torch.cuda.current_stream(self._device), raw)
-        if size <= _SMALL:
-            fly(room.address, tensor.contiguous().data_ptr(), size, raw)
-        else:
-            while self._held and self._held + size > self._most:
-                self._depart()
-                self._await_one()
-                flight = self._flight = _Flight(self, torch.cuda.current_stream(self._device), raw)
-            clone = tensor.clone(memory_format=torch.contiguous_format)
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(flight.origin)
-            self._side.wait_event(ready)
-            fly(room.address, clone.data_ptr(), size, self._side.cuda_stream)
-            clone.record_stream(self._side)
-            flight.beside = True
-            flight.size += size
-            self._held += size
-        arrival.landing = room.bytes, tensor.dtype, tensor.shape
-        arrival.cargo = flight
-        flight.held.append(room.bytes)
+            flight = self._began(raw)
+        flight.hold(room[0])
+        clone = tensor.clone(memory_format=torch.contiguous_format)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(flight.origin)
+        self._side.wait_event(ready)
+        self._copy(room[2], clone.data_ptr(), size, self._side.cuda_stream)  # type: ignore[misc]
+        clone.record_stream(self._side)
+        arrival.landing, arrival.cargo = room, flight
+        flight.beside = True
         flight.aboard += 1
         flight.over = False
+        flight.size += size
+        self._held += size
         if flight.size >= self._enough:
             self._depart()
 
-    def _take_along(self, arrival: Arrival, tensor: torch.Tensor, size: int, raw: int) -> None:
+    def _began(self, raw: int) -> _Flight:
+        self._depart()
+        flight = self._flight = _Flight(self, torch.cuda.current_stream(self._device), raw)
+        return flight
+
+    def _make_room(self, size: int) -> None:
+        """Wait until the device has room for another clone, but not for ever."""
+        until = time.monotonic() + _BOUND
         while self._held and self._held + size > self._most:
             self._leave()
             if self._flying:
                 self._await_one()
-            else:
-                self._changed.wait()
+            elif not self._changed.wait(until - time.monotonic()):
+                raise Lost(
+                    f"copies did not leave {self._device}: {self._held >> 20} MiB of them waited for {_BOUND:g} s"
+                )
+
+    def _take_along(self, arrival: Arrival, tensor: torch.Tensor, size: int, raw: int) -> None:
+        self._make_room(size)
         trip = self._trip
         if trip is None or trip.origin.cuda_stream != raw:
             self._leave()
@@ -418,18 +582,18 @@ class Lane:
             del cargo, error
 
 
-_lanes: dict[torch.device, Lane] = {}
+_lanes: dict[int, Lane] = {}  # by the number of the device
 _making = threading.Lock()
 
 
 def lane_of(device: torch.device) -> Lane:
     """Return the one lane of a device."""
-    lane = _lanes.get(device)
+    lane = _lanes.get(device.index)
     if lane is None:
         with _making:
-            lane = _lanes.get(device)
+            lane = _lanes.get(device.index)
             if lane is None:
-                lane = _lanes[device] = Lane(device)
+                lane = _lanes[device.index] = Lane(device)
     return lane
 
 
@@ -438,22 +602,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _driver_copy() -> Callable[[int, int, int, int], None] | None:
-    """Return NVIDIA's own copy to the host: (to, from, bytes, stream), all as numbers; None where there is none.
+def _alone() -> bool:
+    return torch.cuda.device_count() == 1
 
-    torch's takes tensors, and to make one of each room costs more than the copy. The interpreter stays locked: to let
-    go of it and get it back can take milliseconds when another thread is busy, and the call takes two microseconds.
-    """
-    try:
-        copy = ctypes.PyDLL("libcuda.so.1").cuMemcpyDtoHAsync_v2
-    except (OSError, AttributeError):
-        return None
-    copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    copy.restype = ctypes.c_int
 
-    def fly(to: int, source: int, size: int, stream: int) -> None:
-        code = copy(to, source, size, stream)
-        if code:
-            raise RuntimeError(f"the driver refused a copy of {size} bytes to the host: CUDA error {code}")
-
-    return fly
+def as_tensor(octets: Bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """View bytes of the host as a tensor."""
+    if not octets.size:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.from_numpy(octets).view(dtype).view(shape)

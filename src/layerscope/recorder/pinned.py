@@ -9,11 +9,10 @@ used again. A chunk is free when no tensor or array looks into it any more.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,11 +25,7 @@ _CHUNK = 64 << 20
 _BUDGET = 4 << 30  # if a quarter of the machine's memory is not less
 
 
-class Room(NamedTuple):
-    """A part of a chunk: its bytes, and where they lie."""
-
-    bytes: Bytes
-    address: int
+Room: TypeAlias = tuple[Bytes, int, int]  # a chunk, where in it there is room, and the address of that
 
 
 def _locked(size: int) -> torch.Tensor:
@@ -38,17 +33,16 @@ def _locked(size: int) -> torch.Tensor:
 
 
 class Pinned:
-    """Chunks of page-locked memory, `budget` bytes in all, handed out front to back."""
+    """Chunks of page-locked memory, `budget` bytes in all, handed out front to back, to one thread at a time."""
 
     def __init__(self, budget: int | None = None, *, allocate: Callable[[int], torch.Tensor] = _locked) -> None:
         self._budget = _default_budget() if budget is None else budget
         self._allocate = allocate
-        self._lock = threading.Lock()
         self._idle: deque[torch.Tensor] = deque()
         self._large: deque[torch.Tensor] = deque()  # for one tensor each
         self._chunk: Bytes | None = None
         self._base = self._at = self._end = 0
-        self._missed: list[int] = []
+        self._missed: deque[int] = deque()
         self._total = 0
 
     @property
@@ -58,29 +52,29 @@ class Pinned:
 
     def room(self, size: int) -> Room | None:
         """Return room for so many bytes; None when none is free, which is remembered."""
-        with self._lock:
-            at = self._at
-            if at + size > self._end:
-                chunk = self._next(size)
-                if chunk is None:
-                    self._missed.append(size)
-                    return None
-                if size > _CHUNK:
-                    return Room(chunk[:size], chunk.ctypes.data)
-                self._chunk, self._base, self._end = chunk, chunk.ctypes.data, chunk.size
-                at = 0
-            self._at = -(-(at + size) // 64) * 64
-            assert self._chunk is not None
-            return Room(self._chunk[at : at + size], self._base + at)
+        at = self._at
+        if self._chunk is None or at + size > self._end:
+            chunk = self._next(size)
+            if chunk is None:
+                self._missed.append(size)
+                return None
+            if size > _CHUNK:
+                return chunk, 0, chunk.ctypes.data
+            self._chunk, self._base, self._end = chunk, chunk.ctypes.data, chunk.size
+            at = 0
+        self._at = at + size + 63 & -64
+        return self._chunk, at, self._base + at
 
     def grow(self) -> None:
-        """Get as much as was missing since the last time, within the budget; this takes a while."""
-        with self._lock:
-            missed, self._missed = self._missed, []
-        for size in missed:
+        """Get as much as was missing since the last time, within the budget; in any thread, and this takes a while."""
+        small = 0
+        while self._missed:
+            size = self._missed.popleft()
             if size > _CHUNK:
                 self._get(-(-size // _CHUNK) * _CHUNK, self._large)
-        for _ in range(-(-sum(size for size in missed if size <= _CHUNK) // _CHUNK)):
+            else:
+                small += size
+        for _ in range(-(-small // _CHUNK)):
             self._get(_CHUNK, self._idle)
 
     def _get(self, size: int, home: deque[torch.Tensor]) -> None:

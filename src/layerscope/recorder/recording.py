@@ -27,9 +27,11 @@ from layerscope.recorder.about import about
 from layerscope.recorder.clock import Clock
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 from layerscope.recorder.devices import Statistics
+from layerscope.recorder.gathering import Gathering, Held
+from layerscope.recorder.lanes import Lost, flying, lane_of
 from layerscope.recorder.ledger import Ledger
-from layerscope.recorder.taps import Keep, Level, Plan, Request, Wish, plan, schedule_of, taps_of
-from layerscope.runtimes import find, opened
+from layerscope.recorder.taps import Keep, Level, Only, Plan, Request, Wish, plan, schedule_of, taps_of
+from layerscope.runtimes import eager, find, opened
 from layerscope.runtimes.observing import measures
 from layerscope.runtimes.runtime import Runtime
 from layerscope.runtimes.sink import Step
@@ -54,6 +56,7 @@ _SILENT_BLOCK = (
 
 # A record on its way into a run in memory; copy and summary may still have to arrive from a device.
 _Copy = Callable[[], torch.Tensor]
+_Taken = tuple["weakref.ref[torch.Tensor]", int, str, Any]  # whose, at which version, which one thing, and that
 _Waiting = tuple[Point, Moment, "_Copy | None", "Summary | Callable[[], Summary] | None", "Mapping[str, Any] | None"]
 
 
@@ -158,6 +161,7 @@ class _Step(Step):
     due: tuple[bool, ...] = ()
     requests: dict[int, Request] = field(default_factory=dict)
     looks: dict[int, _Look] = field(default_factory=dict)
+    taken: dict[int, _Taken] = field(default_factory=dict)  # of tensors on a device, quickly
     moments: dict[int, Moment] = field(default_factory=dict)  # of each call
 
     def at(self, call: int) -> Moment:
@@ -169,16 +173,20 @@ class _Step(Step):
         return moment
 
 
-class _Look(weakref.ref[torch.Tensor]):
+class _Look:
     """What was taken of one tensor; it holds for the same object at the same version, and no longer."""
 
-    version: int = -1
-    wish: Wish | None = None  # that it was taken for, and may be asked for again
-    copy: Callable[[], torch.Tensor] | None = None  # in memory, shared by every point that saw the tensor
-    blob: Blob | None = None  # on its way to disk, for one record
-    summary: Summary | Callable[[], Summary] | None = None
-    level: Level | None = None
-    note: Mapping[str, str] | None = None
+    __slots__ = ("blob", "copy", "level", "note", "summary", "tensor", "version", "wish")
+
+    def __init__(self, tensor: torch.Tensor, version: int | None = None) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.version = version
+        self.wish: Wish | None = None  # that it was taken for, and may be asked for again
+        self.copy: Callable[[], torch.Tensor] | None = None  # in memory, shared by every point that saw the tensor
+        self.blob: Blob | None = None  # on its way to disk, for one record
+        self.summary: Summary | Callable[[], Summary] | None = None
+        self.level: Level | None = None
+        self.note: Mapping[str, str] | None = None
 
     def holds(self, wish: Wish, *, in_memory: bool) -> bool:
         """Whether nothing more has to be taken of the tensor."""
@@ -214,6 +222,9 @@ class Recording:
         self._note: Mapping[str, Any] | None = None
         self._tell_whole: Callable[[Point, Moment, object], None] | None = getattr(listener, "whole", None)
         self._whole = None if self._tell_whole is None else self._on_whole
+        self._quick = False  # whether a record can be kept with little Python
+        self._shares = True  # whether two points are likely to see the same tensor
+        self._gathering: Gathering | None = None
         self._memory: MemoryRun | None = None
         self._writer: Writer | None = None
         self._stack = ExitStack()
@@ -258,6 +269,12 @@ class Recording:
         counts = self._plan.counts
         parameters = self._runtime.parameters(self._watched)
         on_device = [p for p in parameters if p.device.type != "cpu"]
+        self._quick = any(p.is_cuda for p in on_device) and self._listener is None and self.to is None
+        places = {p.device.index if p.is_cuda else None for p in on_device}
+        place = places.pop() if len(places) == 1 else None
+        if self._quick and place is not None and self._runtime is eager and not eager.compiled_parts(self._watched):
+            self._gathering = Gathering(place, self._take_all)
+        self._shares = any(sides != {"output"} for sides in self._plan.sides.values())
         if on_device:
             self._devices.prepare(on_device, level=self._settings.statistics if counts else None)
         elif counts:
@@ -303,8 +320,21 @@ class Recording:
         """Wait until everything recorded so far is safe: on disk and acknowledged, or arrived in memory."""
         if self._writer is not None:
             self._writer.flush()
-        else:
-            self._settle()
+        elif self._memory is not None:
+            self._settle(self._memory)
+
+    def take(self, *, leave: int = 0) -> MemoryRun:
+        """Return what was recorded in memory until now as a run of its own, and let go of it.
+
+        Called after each step, this keeps a long recording's memory at a few steps. The copies of the last step may
+        still be on their way from a device: `leave=1` leaves that step for the next call, and waits for nothing.
+        """
+        if self._memory is None:
+            raise RuntimeError("there is nothing to take: the recording is not in memory, or has not begun.")
+        run = self._memory
+        self._settle(run, leave=leave)
+        self._memory = run.following()
+        return run
 
     def add(
         self,
@@ -356,6 +386,8 @@ class Recording:
                 self._step = _Step(moment, idle=not any(due), due=due, requests=requests, whole=self._whole)
             step = self._step
         self._ledger.began(step.due)
+        if self._gathering is not None:
+            self._gathering.begin()
         return step
 
     def _due(self, moment: Moment) -> tuple[bool, ...]:
@@ -368,7 +400,10 @@ class Recording:
     def end(self, step: Step, *, failed: bool) -> None:
         """Forget the tensors of the step; they are the model's again."""
         assert isinstance(step, _Step)
+        if self._gathering is not None:
+            self._gathering.end()
         step.looks.clear()
+        step.taken.clear()
         self._devices.fetch()
         self._ledger.ended(() if step.idle else step.calls, failed=failed)
 
@@ -387,13 +422,23 @@ class Recording:
             self._ledger.passed(point)
             return
         try:
+            only = request.only if self._quick and not (note or self._note or _function_modes()) else None
+            if only is not None and self._kept_quickly(step, request, only, tensor, call):
+                return
             if _dispatch_modes() or _function_modes() or _inference_mode():
                 with undisturbed():
                     self._keep(step, request, request.wish, tensor, call, note)
             else:
                 self._keep(step, request, request.wish, tensor, call, note)
+        except Lost as error:
+            self._lose(point, step.at(call), error)
         except Exception as error:
             self.failed(point, error)
+
+    def _lose(self, point: Point, moment: Moment, error: Exception) -> None:
+        home = self._writer or self._memory
+        assert home is not None
+        home.lose(point, moment, str(error))
 
     def _on_whole(self, step: Step, point: Point, value: object, call: int) -> None:
         assert isinstance(step, _Step)
@@ -415,6 +460,64 @@ class Recording:
 
     # Keeping ------------------------------------------------------------------------------------
 
+    def _kept_quickly(self, step: _Step, request: Request, only: Only, tensor: torch.Tensor, call: int) -> bool:
+        """Keep one thing of a tensor on a device, in memory, where a model may be waiting for Python; False if not.
+
+        No tensor operation runs here, so that nobody's modes need to be told apart. What a second point sees again is
+        taken once: an output that is the next module's input is one object, and its version tells whether it changed.
+        """
+        gathering, got = self._gathering, None
+        if gathering is not None and request.held > 0:
+            got = gathering.hold(request, only, tensor)
+        if got is None:
+            got = self._taken_at_once(step, only, tensor)
+            if got is None:
+                return False
+            if gathering is not None and request.held >= 0:
+                gathering.doubt(request, only, tensor, got)
+        copy, summary = (got, None) if only == "tensor" else (None, got)
+        self._pending.append((request.point, step.moments.get(call) or step.at(call), copy, summary, None))
+        if not request.recorded:
+            request.recorded = True
+            self._ledger.recorded(request.point)
+        return True
+
+    def _taken_at_once(self, step: _Step, only: Only, tensor: torch.Tensor) -> Any:
+        """Take one thing of a tensor that lies plainly, or what was taken of it a moment ago; None of any other."""
+        taken = step.taken.get(id(tensor))
+        if taken is not None and taken[0]() is tensor and taken[1] == tensor._version and taken[2] == only:
+            return taken[3]
+        got = flying(tensor, self._arena.room) if only == "tensor" else self._devices.start(tensor, only)
+        if got is not None and (self._shares or only == "tensor"):
+            version = _version(tensor)
+            if version is not None:
+                step.taken[id(tensor)] = weakref.ref(tensor), version, only, got
+        return got
+
+    def _take_all(self, only: Only, tensors: list[torch.Tensor], stream: int) -> list[Any]:
+        """Take one thing of each tensor, of most of them in one launch."""
+        assert self._gathering is not None
+        found: list[Any] = [None] * len(tensors)
+        try:
+            if only == "tensor":
+                lane = lane_of(torch.device("cuda", self._gathering.place))
+                found = [*lane.ferry(tensors, self._arena.room, stream)]
+            else:
+                found = [*self._devices.start_all(tensors, only, stream)]
+        except Exception as error:
+            _log.warning("small tensors could not be taken together: %s: %s", type(error).__name__, error)
+        return [self._taken_alone(only, t) if got is None else got for got, t in zip(found, tensors, strict=True)]
+
+    def _taken_alone(self, only: Only, tensor: torch.Tensor) -> Any:
+        """Take one thing of a tensor, however it lies; what is returned raises where that failed."""
+        look, wish = _Look(tensor), Wish(tensor=True) if only == "tensor" else Wish(summary=True, level=only)
+        try:
+            with undisturbed():
+                self._take(look, tensor, wish)
+        except Exception as error:
+            return partial(_raise, error)
+        return look.copy if only == "tensor" else look.summary
+
     def _keep(
         self,
         step: _Step,
@@ -428,24 +531,16 @@ class Recording:
             tensor = _as_result(wish.function(tensor.detach()))
             wish = Wish(True, wish.summary, wish.level)
         # An output that is the next module's input is one object, and its version tells whether it was changed since.
-        looks, key = step.looks, id(tensor)
-        look = looks.get(key)
-        try:
-            version = tensor._version
-        except RuntimeError:  # an inference tensor has none, so each sight of one counts
-            look, version = None, -1
-        if look is None or look.version != version or look() is not tensor:
-            look = looks[key] = _Look(tensor)
-            look.version = version
-            self._take(look, tensor, wish)
-            look.wish = wish
+        look = step.looks.get(id(tensor))
+        if look is None or look.tensor() is not tensor or look.version != tensor._version:
+            look = self._looked(step, tensor, wish)
         elif look.wish is not wish and not look.holds(wish, in_memory=self._writer is None):
             self._take(look, tensor, wish)
         point, moment = request.point, step.moments.get(call) or step.at(call)
+        summary = look.summary if wish.summary else None
         said: Mapping[str, Any] | None = look.note
         if note or self._note:
             said = {**(self._note or {}), **(note or {}), **(look.note or {})}
-        summary = look.summary if wish.summary else None
         if self._listener is not None:
             self._listener.seen(point, moment, tensor, summary)
         if self._writer is not None:
@@ -457,8 +552,23 @@ class Recording:
             request.recorded = True
             self._ledger.recorded(point)
 
+    def _looked(self, step: _Step, tensor: torch.Tensor, wish: Wish) -> _Look:
+        """Take what is wanted of a tensor that has not been seen yet."""
+        version = _version(tensor)
+        look = _Look(tensor, version)
+        if version is not None:
+            step.looks[id(tensor)] = look
+        self._take(look, tensor, wish)
+        look.wish = wish
+        return look
+
     def _take(self, look: _Look, tensor: torch.Tensor, wish: Wish) -> None:
         """Take what is wanted of a tensor and not there yet; on an accelerator it is only started here."""
+        if not wish.tensor and tensor.is_cuda and look.summary is None:
+            look.summary = self._devices.start(tensor, wish.level)
+            if look.summary is not None:
+                look.level = wish.level
+                return
         if wish.tensor or lying(tensor) is None:
             values, said = plain(tensor)
             look.note = said or None
@@ -476,18 +586,31 @@ class Recording:
             lease = self._pool.copy(values)
             look.blob = Blob(dtype_name(values.dtype), tuple(values.shape), values.nbytes, lease.data, lease.release)
 
-    def _settle(self) -> None:
-        """Move what waits into the run in memory; copies from a device have then arrived."""
-        run = self._memory
-        while run is not None and self._pending:
-            point, moment, copy, summary, note = self._pending.popleft()
+    def _settle(self, run: MemoryRun, *, leave: int = 0) -> None:
+        """Move what waits into a run, but for the last steps; copies from a device have then arrived."""
+        if self._gathering is not None and self._gathering.is_mine:
+            self._gathering.flush()
+        waiting = [self._pending.popleft() for _ in range(len(self._pending))]
+        steps = sorted({(moment.step, moment.batch) for _, moment, *_ in waiting}) if leave else []
+        last = set(steps[-leave:]) if leave else set()
+        left = []
+        for one in waiting:
+            point, moment, copy, summary, note = one
+            held = copy if copy is not None else summary
+            # Another thread's step may not have ended.
+            if (moment.step, moment.batch) in last or (isinstance(held, Held) and held.tensor is not None):
+                left.append(one)
+                continue
             try:
                 kept = None if copy is None else copy()
                 if callable(summary) and not isinstance(summary, Later):
                     summary = summary()
                 run.add(point, moment, tensor=kept, summary=summary, note=note)
+            except Lost as error:
+                run.lose(point, moment, str(error))
             except Exception as error:
                 self.failed(point, error)
+        self._pending.extendleft(reversed(left))
 
     # The end ------------------------------------------------------------------------------------
 
@@ -495,8 +618,11 @@ class Recording:
         if self.completeness is None:
             home = self._writer or self._memory
             assert home is not None
+            if self._gathering is not None and self._gathering.is_mine:
+                self._gathering.flush()
             self._devices.close()
-            self._settle()
+            if self._memory is not None:
+                self._settle(self._memory)
             if not self._ledger.forwards and state == "complete":
                 _log.warning("no forward of %s ran while recording: %s", type(self._watched).__name__, _SILENT_BLOCK)
             if notes := self._runtime.notes(self._watched):
@@ -514,6 +640,18 @@ class Recording:
     def _op_named(self, qualified: str) -> str | None:
         self._ledger.ran(qualified)
         return self._plan.op_named(qualified)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Return the version of a tensor; an inference tensor has none, so that each sight of one counts."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
 
 
 def _default(keep: Any, statistics: Level, *, on_disk: bool) -> Wish:

@@ -17,10 +17,11 @@ from layerscope.schedules import ALWAYS, Schedule
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Keep", "Level", "Plan", "Request", "Tap", "Wish", "plan", "schedule_of", "taps_of"]
+__all__ = ["Keep", "Level", "Only", "Plan", "Request", "Tap", "Wish", "plan", "schedule_of", "taps_of"]
 
 Level = Literal["full", "moments"]
 Keep = Literal["tensor", "summary", "both"]
+Only = Literal["tensor", "full", "moments"]  # one thing of a tensor, and nothing else
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,18 @@ class Request:
     point: Point
     wish: Wish | None
     recorded: bool = False
+    only: Only | None = None  # where that is all that is wanted
+    held: int = 0  # how many items its tensors have where they can be held back to the step's end; -1 is never
+    size: int = 0  # their bytes
+    tries: int = 0  # how often that was tried
+    trials: int = 0  # how many of the tries nobody has judged yet
+
+    def __post_init__(self) -> None:
+        wish = self.wish
+        if wish is not None and wish.function is None and wish.tensor != wish.summary:
+            self.only = "tensor" if wish.tensor else wish.level
+        if self.point.op or self.point.side.startswith("grad"):  # what a backward pass makes has no step's end
+            self.held = -1
 
 
 @dataclass(slots=True)

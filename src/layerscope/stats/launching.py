@@ -3,8 +3,8 @@
     @jit
     def _sweep(items, count): ...
 
-    launch = launching(_sweep, device, torch.int16, ANY, num_warps=4)
-    launch(programs, stream, tensor.data_ptr(), tensor.numel())
+    launch = launching(_sweep, device, torch.int16, ANY, num_warps=4)(stream)
+    launch(tensor.data_ptr(), tensor.numel(), programs)
 
 Triton may be missing; `why_not` says why there are no kernels then. With TRITON_INTERPRET=1 in the environment they run
 on the host, operation by operation: slow, and how they are tested where there is no GPU.
@@ -17,11 +17,14 @@ import os
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["ANY", "FUSED", "INTERPRETED", "Launch", "constant", "jit", "launching", "tl", "why_not"]
+from layerscope.stats.driver import Launch, launcher, why_no_driver
+
+__all__ = ["ANY", "FUSED", "INTERPRETED", "Launch", "Launching", "constant", "jit", "launching", "tl", "why_not"]
 
 # Imported as Any, and only where it is installed: what Triton compiles is not Python to a type checker.
 try:
@@ -34,9 +37,8 @@ except ImportError as missing:
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 FUSED = {"enable_fp_fusion": True}  # a product and a sum in one rounding, said because Triton's default is to change
+Launching: TypeAlias = Callable[[int], Launch]  # of a stream
 ANY = (1 << 40) + 1  # stands for a number that is 64 bits wide and, to Triton, a multiple of nothing
-
-Launch: TypeAlias = Callable[..., None]  # programs, stream, the kernel's arguments; a pointer is an address
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -54,31 +56,37 @@ def why_not() -> str:
     """Say why there are no kernels; empty when there are."""
     if torch.version.hip is not None:
         return "the kernels are written for NVIDIA's devices"
-    return _absent
+    return _absent or ("" if INTERPRETED else why_no_driver())
 
 
-def launching(kernel: Any, device: torch.device, *signature: Any, **options: Any) -> Launch:
-    """Compile a kernel now, or load it from Triton's cache, and return its launch.
+def launching(kernel: Any, device: torch.device, *signature: Any, **options: Any) -> Launching:
+    """Compile a kernel now, or load it from Triton's cache; the call that is returned makes a stream's launches of it.
 
-    The signature has a dtype for a pointer to it, `ANY` for a number, and every compile-time constant as it is. The
-    launch skips what Triton does to find the right kernel for its arguments, which costs more than the launch itself.
+    The signature has a dtype for a pointer to it, `ANY` for a number, and then every compile-time constant as it is,
+    which a launch is not given again. A launch is for one thread at a time, and skips what Triton does to find the
+    right kernel for its arguments, which costs more than the launch itself.
     """
+    arguments = tuple(takewhile(_is_given, signature))
     if INTERPRETED:
-        return _interpreting(kernel, signature)
+        return lambda stream: _interpreting(kernel, arguments, signature[len(arguments) :])
     with torch.cuda.device(device):
         compiled = kernel.warmup(*signature, grid=(1,), **FUSED, **options)
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-
-    def launch(programs: int, stream: int, *arguments: Any) -> None:
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-
-    return launch
+        assert compiled.run is not None  # asking for it loads the kernel
+    about, function = compiled.metadata, compiled.function
+    threads, shared, index = 32 * about.num_warps, about.shared, device.index
+    return lambda stream: launcher(function, index, stream, threads=threads, shared=shared, arguments=len(arguments))
 
 
-def _interpreting(kernel: Any, signature: tuple[Any, ...]) -> Launch:
-    def launch(programs: int, stream: int, *arguments: Any) -> None:
-        given = zip(arguments, signature, strict=True)
-        kernel[(programs,)](*(_lying(a, s) if isinstance(s, torch.dtype) else a for a, s in given))
+def _is_given(kind: Any) -> bool:
+    """Whether a launch has this argument of the signature; the rest are constants."""
+    return isinstance(kind, torch.dtype) or kind is ANY
+
+
+def _interpreting(kernel: Any, kinds: tuple[Any, ...], constants: tuple[Any, ...]) -> Launch:
+    def launch(*numbers: int) -> None:
+        *arguments, programs = numbers
+        given = zip(arguments, kinds, strict=True)
+        kernel[(programs,)](*(_lying(a, k) if isinstance(k, torch.dtype) else a for a, k in given), *constants)
 
     return launch
 

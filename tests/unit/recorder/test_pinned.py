@@ -28,26 +28,35 @@ def grown(memory, *sizes):
     return memory
 
 
+def octets(room, size):
+    """The bytes of a room."""
+    chunk, at, _ = room
+    return chunk[at : at + size]
+
+
 def test_at_first_there_is_no_room_and_it_grows_by_what_was_missing(memory):
     assert memory.room(100) is None
     assert memory.total == 0
     memory.grow()
     assert memory.total == CHUNK
-    assert memory.room(100).bytes.size == 100
+    assert octets(memory.room(100), 100).size == 100
 
 
 def test_parts_lie_apart_and_their_addresses_are_where_their_bytes_are(memory):
-    rooms = [grown(memory, 1000).room(1000), memory.room(3), memory.room(64), memory.room(1)]
-    for number, room in enumerate(rooms):
-        assert room.bytes.ctypes.data == room.address
-        assert room.address % 64 == rooms[0].address % 64
-        room.bytes[:] = number + 1
-    assert [set(room.bytes.tolist()) for room in rooms] == [{1}, {2}, {3}, {4}]
+    grown(memory, 1000)
+    sizes = (1000, 3, 64, 1)
+    rooms = [memory.room(size) for size in sizes]
+    parts = [octets(room, size) for room, size in zip(rooms, sizes, strict=True)]
+    for number, ((_, _, address), part) in enumerate(zip(rooms, parts, strict=True)):
+        assert part.ctypes.data == address
+        assert address % 64 == rooms[0][2] % 64
+        part[:] = number + 1
+    assert [set(part.tolist()) for part in parts] == [{1}, {2}, {3}, {4}]
 
 
 def test_a_chunk_comes_back_only_when_no_tensor_looks_into_it(memory):
     grown(memory, CHUNK)
-    kept = torch.from_numpy(memory.room(CHUNK).bytes).view(torch.float32)[7:9]
+    kept = torch.from_numpy(octets(memory.room(CHUNK), CHUNK)).view(torch.float32)[7:9]
     assert memory.room(CHUNK) is None
     del kept
     gc.collect()
@@ -66,12 +75,12 @@ def test_a_tensor_larger_than_a_chunk_has_one_of_its_own_that_is_used_again(memo
     size = 2 * CHUNK - 5
     grown(memory, size)
     room = memory.room(size)
-    assert (room.bytes.size, room.bytes.ctypes.data) == (size, room.address)
+    address = room[2]
+    assert (octets(room, size).size, octets(room, size).ctypes.data) == (size, address)
     assert memory.room(size) is None
-    address = room.address
     del room
     gc.collect()
-    assert memory.room(size - 10).address == address
+    assert memory.room(size - 10)[2] == address
     assert memory.total == 2 * CHUNK
 
 

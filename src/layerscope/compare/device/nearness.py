@@ -16,7 +16,7 @@ import torch
 
 from layerscope.compare.device.pairs import lying, on, programs_of, stream_of
 from layerscope.compare.device.reading import READ, THREADS, values, vector, worth
-from layerscope.stats.launching import ANY, Launch, constant, jit, launching, tl
+from layerscope.stats.launching import ANY, Launching, constant, jit, launching, tl
 
 __all__ = ["Near", "near"]
 
@@ -55,11 +55,10 @@ def near(wanted: torch.Tensor, got: torch.Tensor, *, masked: float) -> Near:
     programs = min(-(-count // (THREADS * vector(*dtypes))), programs_of(device))
     room = torch.empty((programs + 1, _WORDS), dtype=torch.float64, device=device)
     with on(device):
-        launch, constants = _launching(device, *dtypes)
+        launch = _launching(device, *dtypes)(stream_of(device))
         launch(
-            programs, stream_of(device),
             *(side.data_ptr() for side in sides), count, int(np.float64(masked).view(np.int64)),
-            *(worth(device, dtype).data_ptr() for dtype in dtypes), room.data_ptr(), *constants,
+            *(worth(device, dtype).data_ptr() for dtype in dtypes), room.data_ptr(), programs,
         )  # fmt: skip
     rows = room.cpu().numpy()
     rest, rows = rows[-1, : count * got.dtype.itemsize % _TAIL], rows[:-1]
@@ -69,16 +68,15 @@ def near(wanted: torch.Tensor, got: torch.Tensor, *, masked: float) -> Near:
 
 
 @cache
-def _launching(device: torch.device, wanted: torch.dtype, got: torch.dtype) -> tuple[Launch, tuple[Any, ...]]:
+def _launching(device: torch.device, wanted: torch.dtype, got: torch.dtype) -> Launching:
     sides = READ[wanted], READ[got]
     narrow = sides[0].narrow and sides[1].narrow
-    constants = (sides[0].kind, sides[1].kind, narrow, THREADS, vector(wanted, got), got.itemsize)
-    launch = launching(
+    return launching(
         _compare, device,
-        sides[0].item, sides[1].item, ANY, ANY, torch.float32, torch.float32, torch.float64, *constants,
+        sides[0].item, sides[1].item, ANY, ANY, torch.float32, torch.float32, torch.float64,
+        sides[0].kind, sides[1].kind, narrow, THREADS, vector(wanted, got), got.itemsize,
         num_warps=THREADS // 32, maxnreg=80,
     )  # fmt: skip
-    return launch, constants
 
 
 @jit

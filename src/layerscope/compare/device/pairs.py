@@ -21,7 +21,7 @@ from layerscope.compare.device.striding import stride
 from layerscope.compare.device.taking import WORDS
 from layerscope.compare.sums import Alone, Swept, Together
 from layerscope.stats.bits import Array
-from layerscope.stats.launching import ANY, INTERPRETED, Launch, launching, why_not
+from layerscope.stats.launching import ANY, INTERPRETED, Launching, launching, why_not
 
 __all__ = ["Found", "lying", "on", "programs_of", "stream_of", "sweep", "takes"]
 
@@ -78,11 +78,10 @@ def sweep(
     known = (*dtypes, narrow, exponent != 0, width > 0, plan.unit, plan.columns)
     with on(device):
         for kernel in (stride, mend) if plan.whole else (mend,):
-            launch, constants = _launching(kernel, device, *known)
+            launch = _launching(kernel, device, *known)(stream_of(device))
             launch(
-                programs, stream_of(device),
                 *(side.data_ptr() for side in sides), *numbers, *(worth(device, dtype).data_ptr() for dtype in dtypes),
-                *places, *constants,
+                *places, programs,
             )  # fmt: skip
     brought = room.cpu().numpy()
     found = brought[:rows].reshape(2 * programs, WORDS)
@@ -119,19 +118,16 @@ def _planned(count: int, width: int, each: int) -> _Plan:
 def _launching(
     kernel: Any, device: torch.device, reference: torch.dtype, candidate: torch.dtype, narrow: bool, scaled: bool,
     by_token: bool, unit: int, columns: int,
-) -> tuple[Launch, tuple[Any, ...]]:  # fmt: skip
+) -> Launching:  # fmt: skip
     sides = READ[reference], READ[candidate]
-    constants = (
+    word, real = torch.float64, torch.float32
+    return launching(
+        kernel, device,
+        sides[0].item, sides[1].item, ANY, ANY, ANY, ANY, real, real, word, torch.int32, word, torch.int32,
         sides[0].kind, sides[1].kind, reference == candidate, narrow, scaled, by_token, unit,
         THREADS, vector(reference, candidate), columns,
-    )  # fmt: skip
-    word, real = torch.float64, torch.float32
-    launch = launching(
-        kernel, device,
-        sides[0].item, sides[1].item, ANY, ANY, ANY, ANY, real, real, word, torch.int32, word, torch.int32, *constants,
         num_warps=THREADS // 32, maxnreg=128 if kernel is stride else 255,
     )  # fmt: skip
-    return launch, constants
 
 
 def programs_of(device: torch.device) -> int:

@@ -1,8 +1,9 @@
 """The numbers of `summarize`, made on the GPU that holds the tensor, in one pass that nobody waits for (Triton).
 
-    slots = Slots(device, "full", stream)      # room for the numbers of several tensors
-    slots.start(0, tensor)                     # one launch on the model's stream
-    sheet = slots.gather(1)                    # one more, for all of them
+    slots = Slots(device, "full", stream)          # room for the numbers of several tensors
+    start = slots.starting(tensor.dtype)
+    start(0, tensor.data_ptr(), tensor.numel())    # one launch on the model's stream
+    sheet = slots.gather(1)                        # one more, for all of them
     Gathered.read(sheet, bring)[0].summary("bfloat16", (4, 8))   # `bring` copies from the device, when it is time
 
 Counts, extremes, fingerprints and sketch are those of the CPU to the last bit. Each program of the launch adds up the
@@ -12,6 +13,6 @@ the CPU's, and within 1e-9 for every other dtype.
 """
 
 from layerscope.stats.device.numbers import Gathered, Numbers
-from layerscope.stats.device.slots import Level, Sheet, Slots, prepare, takes
+from layerscope.stats.device.slots import MOST, Level, Sheet, Slots, Start, StartAll, prepare, takes
 
-__all__ = ["Gathered", "Level", "Numbers", "Sheet", "Slots", "prepare", "takes"]
+__all__ = ["MOST", "Gathered", "Level", "Numbers", "Sheet", "Slots", "Start", "StartAll", "prepare", "takes"]

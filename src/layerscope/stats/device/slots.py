@@ -1,25 +1,26 @@
 """Room on a device for the numbers of several tensors, and the launches that fill and empty it.
 
-slots = Slots(device, "full", stream)      # room for the numbers of several tensors
-slots.start(0, tensor)                     # one launch on the model's stream
-sheet = slots.gather(1)                    # one more, for all of them
+slots = Slots(device, "full", stream)          # room for the numbers of several tensors
+start = slots.starting(tensor.dtype)
+start(0, tensor.data_ptr(), tensor.numel())    # one launch on the model's stream
+sheet = slots.gather(1)                        # one more, for all of them
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from layerscope.stats.bits import Array, byte_values
-from layerscope.stats.device.sweeping import PROGRAMS, WORDS, gather, peak, sweep
-from layerscope.stats.launching import ANY, Launch, launching
+from layerscope.stats.device.sweeping import PROGRAMS, WORDS, gather, peak, sweep, sweep_all
+from layerscope.stats.launching import ANY, Launching, launching
 from layerscope.stats.prints import WEIGHTS
 
-__all__ = ["KINDS", "Level", "Sheet", "Slots", "prepare", "takes"]
+__all__ = ["KINDS", "MOST", "Level", "Sheet", "Slots", "Start", "StartAll", "prepare", "takes"]
 
 
 class _Kind(NamedTuple):
@@ -49,13 +50,15 @@ KINDS = {
 }  # fmt: skip
 
 Level = Literal["moments", "full"]
+Start: TypeAlias = Callable[[int, int, int], None]  # slot, address, number of items
+StartAll: TypeAlias = Callable[[int, int, int, int], None]  # first slot, address of entries, how many, programs to each
 
-_MOST = 1 << 31  # items of one tensor: the bucket counters are 32 bits wide
+MOST = 1 << 31  # items of one tensor: the bucket counters are 32 bits wide
 
 
 def takes(tensor: torch.Tensor) -> bool:
     """Whether the kernels know this tensor's dtype, and have counters wide enough."""
-    return tensor.dtype in KINDS and tensor.numel() < _MOST
+    return tensor.dtype in KINDS and tensor.numel() < MOST
 
 
 def prepare(device: torch.device, dtypes: Iterable[torch.dtype], level: Level) -> None:
@@ -63,6 +66,8 @@ def prepare(device: torch.device, dtypes: Iterable[torch.dtype], level: Level) -
     for dtype in dtypes:
         if dtype in KINDS:
             _sweeping(device, dtype, level == "full")
+            if dtype is not torch.float64:
+                _sweeping_all(device, dtype, level == "full")
             _gathering(device, _buckets(level, wide=dtype is torch.float64))
 
 
@@ -93,14 +98,7 @@ class Slots:
         self._weights = _on(device, WEIGHTS.view(np.int64))
         self._worth: dict[torch.dtype, torch.Tensor] = {}
         self._programs = _most_programs(device)
-        self._sweeps: dict[torch.dtype, Callable[[int, int, int], None]] = {}
-
-    def start(self, index: int, tensor: torch.Tensor) -> None:
-        """Launch the sweep of a contiguous tensor; on this stream, its memory may be changed or given back at once."""
-        launch = self._sweeps.get(tensor.dtype)
-        if launch is None:
-            launch = self._sweeps[tensor.dtype] = self._sweep_of(tensor.dtype)
-        launch(index, tensor.data_ptr(), tensor.numel())
+        self._gather = _gathering(device, self._buckets)(stream)
 
     def gather(self, used: int) -> Sheet:
         """Launch the gathering of the first `used` slots."""
@@ -110,34 +108,66 @@ class Slots:
         )
         cursor, other = self._cursors[self._turn].data_ptr(), self._cursors[1 - self._turn].data_ptr()
         self._turn = 1 - self._turn
-        _gathering(self._device, self._buckets)(
-            used, self._stream,
+        self._gather(
             self._rows.data_ptr(), self._tables.data_ptr(), cursor, other,
-            sheet.heads.data_ptr(), sheet.lists[0].data_ptr(), sheet.lists[1].data_ptr(), self._buckets,
+            sheet.heads.data_ptr(), sheet.lists[0].data_ptr(), sheet.lists[1].data_ptr(), used,
         )  # fmt: skip
         return sheet
 
-    def _sweep_of(self, dtype: torch.dtype) -> Callable[[int, int, int], None]:
-        """Return a launch with as little as possible left to do in it."""
+    def starting(self, dtype: torch.dtype) -> Start:
+        """Return the launch of a sweep, with as little as possible left to do in it: slot, address, number of items.
+
+        The items lie in order from an address that 16 divides. On this stream, their memory may be changed or given
+        back at once.
+        """
         kind = KINDS[dtype]
-        sweeps = _sweeping(self._device, dtype, self._full)
-        peaks = _peaking(self._device) if dtype is torch.float64 else None
-        worth = _on(self._device, byte_values(str(dtype)[6:]) if kind.name == "byte" else np.zeros(2))
-        self._worth[dtype] = worth
+        sweeps = _sweeping(self._device, dtype, self._full)(self._stream)
+        peaks = _peaking(self._device)(self._stream) if dtype is torch.float64 else None
+        worth = self._worth_of(dtype)
         rows, row = self._rows.data_ptr(), self._rows.stride(0) * 8
         tables, table = self._tables.data_ptr(), self._tables.stride(0) * 4
-        known = (self._weights.data_ptr(), worth.data_ptr(), kind.name, self._full, kind.threads, kind.vector)
-        tile, most, stream = kind.threads * kind.vector, self._programs, self._stream
+        weights, values = self._weights.data_ptr(), worth.data_ptr()
+        tile, most = kind.threads * kind.vector, self._programs
 
-        def launch(index: int, items: int, count: int) -> None:
+        def start(index: int, items: int, count: int) -> None:
             tiles = -(-count // tile)
             each = -(-tiles // most)
             slot = rows + index * row
             if peaks is not None:
-                peaks(-(-count // 4096), stream, items, count, slot, 4096)
-            sweeps(-(-tiles // each), stream, items, count, each, slot, tables + index * table, *known)
+                peaks(items, count, slot, -(-count // 4096))
+            sweeps(items, count, each, slot, tables + index * table, weights, values, -(-tiles // each))
 
-        return launch
+        return start
+
+    def starting_all(self, dtype: torch.dtype) -> StartAll | None:
+        """Return the launch of one sweep over many tensors; None where they must be swept one by one.
+
+        It takes the first slot, where the entries lie, in memory that the device can read, how many there are, and how
+        many programs the largest takes; `entries` makes them.
+        """
+        if dtype is torch.float64:  # which is looked at twice
+            return None
+        sweeps = _sweeping_all(self._device, dtype, self._full)(self._stream)
+        worth = self._worth_of(dtype)
+        known = self._rows.data_ptr(), self._tables.data_ptr(), self._weights.data_ptr(), worth.data_ptr()
+
+        def start(first: int, entries: int, count: int, programs: int) -> None:
+            sweeps(0, entries, first, programs, *known, count * programs)
+
+        return start
+
+    def entries(self, dtype: torch.dtype, items: Array, counts: Array) -> tuple[Array, int]:
+        """Return what a launch over many tensors has to know of each, and how many programs the largest takes."""
+        tiles = -(-counts // (KINDS[dtype].threads * KINDS[dtype].vector))
+        each = -(-tiles // self._programs)
+        return np.stack((items, counts, each), axis=1), int((-(-tiles // each)).max())
+
+    def _worth_of(self, dtype: torch.dtype) -> torch.Tensor:
+        worth = self._worth.get(dtype)
+        if worth is None:
+            known = byte_values(str(dtype)[6:]) if KINDS[dtype].name == "byte" else np.zeros(2)
+            worth = self._worth[dtype] = _on(self._device, known)
+        return worth
 
 
 def _buckets(level: Level, *, wide: bool) -> int:
@@ -145,7 +175,7 @@ def _buckets(level: Level, *, wide: bool) -> int:
 
 
 @cache
-def _sweeping(device: torch.device, dtype: torch.dtype, full: bool) -> Launch:
+def _sweeping(device: torch.device, dtype: torch.dtype, full: bool) -> Launching:
     kind = KINDS[dtype]
     return launching(
         sweep, device,
@@ -156,12 +186,23 @@ def _sweeping(device: torch.device, dtype: torch.dtype, full: bool) -> Launch:
 
 
 @cache
-def _peaking(device: torch.device) -> Launch:
+def _sweeping_all(device: torch.device, dtype: torch.dtype, full: bool) -> Launching:
+    kind = KINDS[dtype]
+    return launching(
+        sweep_all, device,
+        kind.item, torch.int64, ANY, ANY, torch.int64, torch.int32, torch.uint64, torch.float64,
+        kind.name, full, kind.threads, kind.vector, max(_buckets("full" if full else "moments", wide=False), 4),
+        num_warps=kind.threads // 32, maxnreg=128 if full else 96,
+    )  # fmt: skip
+
+
+@cache
+def _peaking(device: torch.device) -> Launching:
     return launching(peak, device, torch.int64, ANY, torch.int64, 4096, num_warps=8)
 
 
 @cache
-def _gathering(device: torch.device, buckets: int) -> Launch:
+def _gathering(device: torch.device, buckets: int) -> Launching:
     word, number = torch.int64, torch.int32
     return launching(
         gather, device, word, number, number, number, word, number, number, buckets, num_warps=16 if buckets else 4

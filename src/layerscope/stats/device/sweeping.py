@@ -11,7 +11,7 @@ from layerscope.stats.launching import INTERPRETED, constant, jit, tl
 from layerscope.stats.prints import BLOCK, MIX_ADD, MIX_FIRST, MIX_SECOND
 from layerscope.stats.sketch import LOWEST, STEPS
 
-__all__ = ["PROGRAMS", "WORDS", "gather", "peak", "sweep"]
+__all__ = ["PROGRAMS", "WORDS", "gather", "peak", "sweep", "sweep_all"]
 
 PROGRAMS = 512  # that sweep one tensor, at most
 WORDS = 16  # in the row of each
@@ -190,6 +190,45 @@ def sweep(
     slot: tl.tensor, table: tl.tensor, weights: tl.tensor, worth: tl.tensor,
     kind: tl.constexpr, full: tl.constexpr, threads: tl.constexpr, vector: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Take the numbers of one tensor, `tiles` tiles in each program."""
+    program = tl.program_id(0)
+    _sweep(
+        items, count, tiles, program, tl.num_programs(0), slot, table, weights, worth,
+        kind, full, threads, vector,
+    )  # fmt: skip
+
+
+@jit
+def sweep_all(
+    like: tl.tensor, entries: tl.tensor, first: tl.tensor, most: tl.tensor,
+    slots: tl.tensor, tables: tl.tensor, weights: tl.tensor, worth: tl.tensor,
+    kind: tl.constexpr, full: tl.constexpr, threads: tl.constexpr, vector: tl.constexpr, size: tl.constexpr,
+) -> None:  # fmt: skip
+    """Take the numbers of many tensors of one dtype, `most` programs to each; their slots begin with the `first`.
+
+    An entry is a tensor's address, how many items it has, and how many tiles each of its programs takes. `like` is a
+    pointer to such items, and nothing lies there.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    index, part = program // most, program % most
+    entry = entries + index * 3
+    count, tiles = tl.load(entry + 1), tl.load(entry + 2)
+    programs = tl.cdiv(tl.cdiv(count, threads * vector), tiles)
+    slot = slots + (first + index) * ((_ROWS + 1) * _COLUMNS)
+    if part < programs:
+        items = tl.multiple_of(tl.load(entry).to(like.dtype), 16)
+        _sweep(
+            items, count, tiles, part, programs, slot, tables + (first + index) * size, weights, worth,
+            kind, full, threads, vector,
+        )  # fmt: skip
+
+
+@jit
+def _sweep(
+    items: tl.tensor, count: tl.tensor, tiles: tl.tensor, program: tl.tensor, programs: tl.tensor,
+    slot: tl.tensor, table: tl.tensor, weights: tl.tensor, worth: tl.tensor,
+    kind: tl.constexpr, full: tl.constexpr, threads: tl.constexpr, vector: tl.constexpr,
+) -> None:  # fmt: skip
     """Sweep `tiles` tiles per program in the quickest arithmetic; where that was not good enough, look again with care.
 
     Floats of up to 32 bits are added up eight or four at a time in float32, and these sums in float64. That is not good
@@ -204,7 +243,6 @@ def sweep(
     lift: tl.constexpr = 1.0 if wide else _LIFT
     unroll: tl.constexpr = 2 if full else 4  # H200, bfloat16: 2.6 TB/s with two, 3.05 with four; full 0.98 and 0.97
 
-    program = tl.program_id(0)
     start = program.to(tl.int64) * tiles * tile
     stop = tl.minimum(start + tiles * tile, count)
     whole = start + (stop - start) // tile * tile
@@ -348,7 +386,7 @@ def sweep(
         else:
             first = head.to(tl.float32, bitcast=True).to(tl.float64).to(tl.int64, bitcast=True)
         tl.store(about + ten, first, mask=ten < 10)
-        tl.store(about + 10, tl.num_programs(0).to(tl.int64))
+        tl.store(about + 10, programs.to(tl.int64))
         tl.store(about + 12, power)
     if full and not _ON_HOST:
         tl.debug_barrier()
