@@ -10,7 +10,7 @@ import sys
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 ALL = (
     "statistics", "store", "comparing", "overhead", "hooks", "watching", "scanning", "compiled", "diagnosing", "peers",
-    "gpu", "kernels",
+    "gpu",
 )  # fmt: skip
 
 

@@ -1,85 +1,200 @@
-"""What recording costs on a GPU: 24-layer Llama, 1.3 B parameters, bfloat16, random weights.
+"""What recording costs on a GPU, how fast the kernels read, and whether what is promised there holds.
 
-    PYTHONPATH=src python3 -m benchmarks.gpu [ROUNDS] [naive]
+    PYTHONPATH=src python3 -m benchmarks.gpu [prefill train short token] [--rounds N] [--naive]
+                                             [--only table|kernels|checks]
 
-A lap is a few steps back to back, until the model's own stream has finished them: that is what the model feels. What is
-still on its way to the host then is waited for outside the lap. 4 x 2048 tokens keep the device busy; at 1 x 512 tokens
-and at one token the forward waits for Python, so every microsecond of a hook counts. `naive` times what scripts do too.
+The model is a 24-layer Llama of 1.3 B parameters in bfloat16 with random weights. A lap is a few steps back to back,
+until the model's own stream has finished them: that is what the model feels. What is still on its way to the host then
+is waited for outside the lap. 4 x 2048 tokens keep the device busy; at 1 x 512 tokens and at one token the forward
+waits for Python, so every microsecond of a hook counts. `--naive` times what scripts do too.
+
+It exits with 1 if a check failed or a recording lost something; a ratio over its limit is only marked.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import gc
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 import layerscope as ls
+from benchmarks import gpu_checks, kernels
+from benchmarks.gpu_checks import EVERYTHING, LAYERS, first, lost, why
 from benchmarks.llama import large
-from benchmarks.timing import interleave, machine, stopwatch, table
-from layerscope.recorder.lanes import lane_of
+from benchmarks.pairing import Lap, paired, table
+from benchmarks.timing import machine
 
-LAYERS = "model.layers.*"
-EVERYTHING = ["**:input", "**:output", ".:output"]
+PARTS = ("table", "kernels", "checks")
+WARM_UP = 1
 
 
 class Case(NamedTuple):
-    """A step to be timed, and how many of them make a lap."""
+    """A step to be timed, how many of them make a lap, and after how many a recording has found its stride.
+
+    Small tensors are held back to the end of a step once that was tried, up to 32 MB of them in a step: the inputs and
+    outputs of 1 x 512 tokens are 700 MB.
+    """
 
     name: str
     shape: tuple[int, int]
     train: bool
     steps: int
+    stride: int = WARM_UP
+    stride_of_all: int = WARM_UP
 
 
-CASES = (
-    Case("prefill 4 x 2048", (4, 2048), False, 3),
-    Case("train 4 x 2048", (4, 2048), True, 2),
-    Case("prefill 1 x 512", (1, 512), False, 10),
-    Case("one token", (1, 1), False, 10),
-)
-
-RECORDED = {
-    "24 layers, tensors on the host": (LAYERS, {}),
-    "24 layers, full statistics": (LAYERS, {"keep": "summary"}),
-    "every input and output, moments": (EVERYTHING, {"keep": "summary", "statistics": "moments"}),
-    "every input and output, full statistics": (EVERYTHING, {"keep": "summary"}),
-    "every input and output, schedule off": (EVERYTHING, {"keep": "summary", "when": "steps(1000000)"}),
+CASES = {
+    "prefill": Case("prefill 4 x 2048", (4, 2048), False, 3),
+    "train": Case("train 4 x 2048", (4, 2048), True, 2),
+    "short": Case("prefill 1 x 512", (1, 512), False, 4, 6, 28),
+    "token": Case("one token", (1, 1), False, 4, 6, 6),
 }
 
 
-def eight(x):
+class Recorded(NamedTuple):
+    """What is recorded, and the limits of its ratio in the order of CASES."""
+
+    taps: Any
+    options: Mapping[str, Any]
+    limits: tuple[float, ...] = ()
+
+
+RECORDED = {
+    "24 layers, tensors on the host": Recorded(LAYERS, {}, (1.02, 1.01, 1.06, 1.03)),
+    "24 layers, full statistics": Recorded(LAYERS, {"keep": "summary"}, (1.02, 1.01, 1.06, 1.03)),
+    "every input and output, moments": Recorded(
+        EVERYTHING, {"keep": "summary", "statistics": "moments"}, (1.15, 1.06, 1.60, 1.60)
+    ),
+    "every input and output, schedule off": Recorded(
+        EVERYTHING, {"keep": "summary", "when": "steps(1000000)"}, (1.005, 1.005, 1.01, 1.01)
+    ),
+}
+
+
+def eight(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What a monitoring script takes of a tensor, one operation after the other."""
     return x.mean(), x.std(), x.min(), x.max(), x.abs().mean(), x.norm(), x.isnan().sum(), (x == 0).sum()
 
 
-NAIVE = {"hook: .cpu()": torch.Tensor.cpu, "hook: .clone()": torch.Tensor.clone, "hook: eight statistics": eight}
+NAIVE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "hook: .cpu()": torch.Tensor.cpu,
+    "hook: .clone()": torch.Tensor.clone,
+    "hook: eight statistics": eight,
+}
 
 
-def compare(model, case, *, rounds, naive):
-    """Time the variants of one case and return the rows."""
+def main() -> int:
+    asked = arguments()
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing to measure here")
+        return 0
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {machine()}\n", flush=True)
+    parts = [asked.only] if asked.only else PARTS
+    model = large() if parts != ["kernels"] else None
+    gc.collect()
+    gc.freeze()  # so that collecting between laps takes no time
+    fine = True
+    for part in parts:
+        try:
+            fine &= run(part, model, asked)
+        except Exception as error:
+            print(f"FAILED {part}: {why(error)}", flush=True)
+            fine = False
+    return 0 if fine else 1
+
+
+def run(part: str, model: Any, asked: argparse.Namespace) -> bool:
+    """Time or check one part; return whether nothing failed in it."""
+    if part == "kernels":
+        return kernels.report()
+    if part == "checks":
+        return gpu_checks.report(model)
+    done = [tabled(model, key, rounds=asked.rounds, naive=asked.naive) for key in asked.cases or CASES]
+    return all(done)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu", description="Time and check recording on a GPU, against the same steps without it."
+    )
+    parser.add_argument("cases", nargs="*", type=known, metavar="CASE", help=f"of the table: {', '.join(CASES)}")
+    parser.add_argument("--rounds", type=several, default=21, help="laps of every variant (21)")
+    parser.add_argument("--naive", action="store_true", help="time what scripts do in a hook as well")
+    parser.add_argument("--only", choices=PARTS, help="one part instead of all three")
+    return parser.parse_args()
+
+
+def known(text: str) -> str:
+    if text not in CASES:
+        raise argparse.ArgumentTypeError(f"there is no case {text!r}; there are {', '.join(CASES)}")
+    return text
+
+
+def several(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} rounds have no spread; take 2 or more")
+    return int(text)
+
+
+def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
+    """Time the variants of one case and print their table; return whether nothing was lost and nothing raised."""
+    case, failures = CASES[key], {}
+    try:
+        plain, variants = laps_of(model, case, failures, naive=naive)
+        for name, lap in list(variants.items()):
+            try:
+                lap()  # kernels are compiled and memory is got before anything is timed
+                lap()
+            except Exception as error:
+                failures[name] = why(error)
+                del variants[name]
+        ratios, alone = paired(plain, variants, rounds=rounds)
+        place = list(CASES).index(key)
+        limits = {name: wanted.limits[place] for name, wanted in RECORDED.items() if wanted.limits}
+        title = f"{case.name}, {rounds} rounds of {case.steps} steps"
+        print(table(title, ratios, plain=alone, limits=limits), flush=True)
+    except Exception as error:
+        failures["the table"] = why(error)
+    finally:
+        model.zero_grad(set_to_none=True)
+    for name, reason in failures.items():
+        print(f"FAILED {case.name}, {name}: {reason}", flush=True)
+    return not failures
+
+
+def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) -> tuple[Lap, dict[str, Lap]]:
+    """Return the lap of the plain run and those of every variant; what a recording lost is put in `failures`."""
     ids = torch.randint(0, 32000, case.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
 
-    def step():
-        if not case.train:
+    def step() -> None:
+        if case.train:
+            model.zero_grad(set_to_none=True)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        else:
             with torch.no_grad():
-                return model(input_ids=ids, use_cache=False)
-        model.zero_grad(set_to_none=True)
-        return model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                model(input_ids=ids, use_cache=False)
 
-    def lap():
-        step()  # every variant's lap begins on a device that has just worked: at rest it would run faster
+    def lap(release: Callable[[], object] = lambda: None, *, warm_up: int = WARM_UP) -> float:
+        for _ in range(warm_up):  # every lap begins on a device that has just worked: at rest it would run faster
+            step()
+            release()
         torch.cuda.synchronize()
-        watch = stopwatch()
+        began = time.perf_counter()
         for _ in range(case.steps):
             step()
+            release()
         torch.cuda.current_stream().synchronize()
-        return watch()
+        return (time.perf_counter() - began) / case.steps
 
-    def hooked(keep):
-        def run():
-            kept = []
+    def hooked(keep: Callable[[torch.Tensor], Any]) -> Lap:
+        def run() -> float:
+            kept: list[Any] = []
             with ExitStack() as stack:
                 for layer in model.model.layers:
                     hook = layer.register_forward_hook(lambda m, a, out: kept.append(keep(first(out).detach())))
@@ -88,40 +203,24 @@ def compare(model, case, *, rounds, naive):
 
         return run
 
-    def recorded(taps, options):
-        def run():
-            with ls.record(model, taps, weights=False, **options) as rec:
-                taken = lap()
-            lost = [*rec.completeness.dropped, *(rec.completeness.missing if "when" not in options else [])]
-            if lost:
-                print(f"! {len(lost)} points incomplete, the first: {lost[0]}")
+    def recorded(name: str, wanted: Recorded) -> Lap:
+        def run() -> float:
+            with ls.record(model, wanted.taps, weights=False, **wanted.options) as rec:
+                # Page-locked memory is released per step where a few of them would fill it.
+                large = "keep" not in wanted.options and case.shape[0] * case.shape[1] > 512
+                release = partial(rec.take, leave=1) if large else lambda: None
+                taken = lap(release, warm_up=case.stride_of_all if wanted.taps is EVERYTHING else case.stride)
+                rec._pending.clear()  # nobody reads them
+            if reason := lost(rec, due="when" not in wanted.options):
+                failures[name] = reason
             return taken
 
         return run
 
-    variants = {"plain": lap}
-    variants |= {name: hooked(keep) for name, keep in NAIVE.items() if naive}
-    variants |= {name: recorded(*wanted) for name, wanted in RECORDED.items()}
-    return interleave(variants, against="plain", rounds=rounds, warmup=3)
-
-
-def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 21
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing to measure here")
-        return
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {machine()}\n")
-    model = large()
-    for case in CASES:
-        rows = compare(model, case, rounds=rounds, naive="naive" in sys.argv)
-        print(table(f"{case.name} tokens, laps of {case.steps} steps", rows), flush=True)
-    pinned = lane_of(torch.device("cuda", torch.cuda.current_device())).pinned
-    print(f"page-locked memory: {0 if pinned is None else pinned.total >> 20} MiB")
-
-
-def first(value):
-    return value[0] if isinstance(value, tuple) else value
+    variants = {name: hooked(keep) for name, keep in NAIVE.items() if naive}
+    variants |= {name: recorded(name, wanted) for name, wanted in RECORDED.items()}
+    return lap, variants
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,42 +1,89 @@
-"""How fast the kernels read on a GPU: GB/s of one 268 MB tensor, and of pairs.
+"""How fast the kernels read on a GPU: GB/s of one 268 MB tensor, and of pairs, both tensors counted.
 
-PYTHONPATH=src python3 -m benchmarks.kernels
+    PYTHONPATH=src python3 -m benchmarks.gpu --only kernels
+
+The time is the device's. Of a pair, the few numbers that come back and what Python makes of them are left out.
 """
 
 from __future__ import annotations
 
-import torch
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
-from benchmarks.timing import machine
+import torch
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.pairing import judged
+from layerscope.compare.device import near, sweep
 from layerscope.stats.device import Slots
 
 BYTES = 268_435_456
+WIDTH = 4096
+LAPS = 5
+WANTED = {"moments": 2500.0, "full": 800.0}
+PAIR = 1500.0  # GB/s that are wanted of a pair
+MANY = (torch.bfloat16, torch.float16, torch.float32)  # the dtypes that the limits are for
 
 
-def main() -> None:
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing to measure here")
-        return
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {machine()}\n")
-    print("| what | dtype | GB/s |\n|---|---|---:|")
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8):
-        x = torch.randn(BYTES // dtype.itemsize, device="cuda").to(dtype)
-        y = torch.empty_like(x)
-        print(
-            f"| copy, read and write | {name(dtype)} | {2 * BYTES / seconds(lambda x=x, y=y: y.copy_(x)) / 1e9:.0f} |"
-        )
-        for level in ("moments", "full"):
-            slots = Slots(x.device, level, torch.cuda.current_stream().cuda_stream)
-            took = seconds(lambda slots=slots, x=x: slots.start(0, x))
-            slots.gather(1)
-            print(f"| {level} | {name(dtype)} | {BYTES / took / 1e9:.0f} |", flush=True)
+class Speed(NamedTuple):
+    """What is to be timed: a call that returns its seconds, how many bytes it reads or writes, how fast it should."""
+
+    what: str
+    measure: Callable[[], float]
+    amount: int
+    wanted: float | None
 
 
-def seconds(work, repeat=20):
-    """Time of one call on the device, the median of several laps."""
+def report() -> bool:
+    """Print the speed of every kernel; return whether all of them ran."""
+    print("### kernels, 268 MB\n\n| what | dtype | GB/s | wanted | |\n|---|---|---:|---:|---|", flush=True)
+    fine = True
+    for dtype in (*MANY, torch.float8_e4m3fn, torch.int8):
+        for speed in speeds(dtype):
+            try:
+                found = speed.amount / speed.measure() / 1e9
+                said = f"{found:.0f} | {judged(found, speed.wanted, least=True)}"
+            except Exception as error:
+                said, fine = f"FAILED {type(error).__name__}: {error} | | ", False
+            print(f"| {speed.what} | {str(dtype).removeprefix('torch.')} | {said} |", flush=True)
+    print(flush=True)
+    return fine
+
+
+def speeds(dtype: torch.dtype) -> Iterator[Speed]:
+    """Go through what is timed of one dtype."""
+    x = torch.randn(BYTES // dtype.itemsize, device="cuda").to(dtype)
+    y = torch.empty_like(x)
+    yield Speed("copy, read and write", lambda: seconds(lambda: y.copy_(x)), 2 * BYTES, None)
+    for level, wanted in WANTED.items():
+        yield Speed(level, partial(summarising, x, level), BYTES, wanted if dtype in MANY else None)
+    if dtype in (torch.bfloat16, torch.float32):
+        y = x + torch.randn_like(x) / 64
+        pairs: dict[str, Callable[[], Any]] = {
+            "a pair, every metric": lambda: sweep(x, y),
+            f"a pair, every metric, and every token of {WIDTH}": lambda: sweep(x, y, width=WIDTH),
+            "a pair, what `diagnose` needs": lambda: near(x, y, masked=-6e4),
+        }
+        for what, work in pairs.items():
+            yield Speed(what, partial(seconds_until_it_leaves, work), 2 * BYTES, PAIR)
+
+
+def summarising(x: torch.Tensor, level: Any) -> float:
+    slots = Slots(x.device, level, torch.cuda.current_stream().cuda_stream)
+    start = slots.starting(x.dtype)
+    took = seconds(lambda: start(0, x.data_ptr(), x.numel()))
+    slots.gather(1)
+    torch.cuda.synchronize()
+    return took
+
+
+def seconds(work: Callable[[], object], *, repeat: int = 20) -> float:
+    """Time of one call on the device, calls back to back: the median of several laps."""
     work()
     laps = []
-    for _ in range(5):
+    for _ in range(LAPS):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         for _ in range(repeat):
@@ -44,12 +91,37 @@ def seconds(work, repeat=20):
         ended.record()
         ended.synchronize()
         laps.append(began.elapsed_time(ended) / 1e3 / repeat)
-    return sorted(laps)[2]
+    return statistics.median(laps)
 
 
-def name(dtype):
-    return str(dtype).removeprefix("torch.")
+def seconds_until_it_leaves(work: Callable[[], object]) -> float:
+    """Time on the device of a call that ends with a copy to the host: until that copy, the median of several calls.
+
+    The device sleeps first, so that everything is launched by the time it begins.
+    """
+    work()
+    laps = []
+    for _ in range(4 * LAPS):
+        began = torch.cuda.Event(enable_timing=True)
+        with Leaving() as leaving:
+            torch.cuda._sleep(2_000_000)
+            began.record()
+            work()
+        torch.cuda.synchronize()
+        laps.append(began.elapsed_time(leaving.left) / 1e3)
+    return statistics.median(laps)
 
 
-if __name__ == "__main__":
-    main()
+class Leaving(TorchFunctionMode):
+    """Marks in the current stream where the first tensor is copied to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = torch.cuda.Event(enable_timing=True)
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cpu and not self.seen:
+            self.seen = True
+            self.left.record()
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,68 @@
+"""Ratios on a machine whose speed changes while one looks: every lap stands between two laps of the plain run.
+
+    ratios, plain = paired(step, {"recorded": recorded}, rounds=21)
+    print(table("prefill", ratios, plain=plain, limits={"recorded": 1.02}))
+
+A lap returns its seconds per step. A ratio is that of one lap to the mean of its two neighbours, so that what changes
+slower than a lap is in all three; the median is taken over rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["Lap", "judged", "paired", "table"]
+
+Lap = Callable[[], float]
+
+
+def paired(plain: Lap, variants: Mapping[str, Lap], *, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
+    """Return the ratios of every variant, one per round, and all laps of the plain run.
+
+    Every other round goes through the variants backwards. Garbage is collected between laps, never in one.
+    """
+    ratios: dict[str, list[float]] = {name: [] for name in variants}
+    laps: list[float] = []
+    for turn in range(rounds):
+        for name in list(variants)[:: -1 if turn % 2 else 1]:
+            gc.collect()
+            gc.disable()
+            try:
+                before, lap, after = plain(), variants[name](), plain()
+            finally:
+                gc.enable()
+            ratios[name].append(lap / ((before + after) / 2))
+            laps += [before, after]
+    return ratios, laps
+
+
+def judged(value: float, limit: float | None, *, least: bool = False) -> str:
+    """Write a limit and how a value stands to it as two cells of a table; `least` is for what is to be reached."""
+    if limit is None:
+        return " | "
+    if least:
+        return f"{limit:g} | {'ok' if value >= limit else 'under'}"
+    return f"{limit:g} | {'ok' if value <= limit else 'over'}"
+
+
+def table(
+    title: str, ratios: Mapping[str, Sequence[float]], *, plain: Sequence[float], limits: Mapping[str, float]
+) -> str:
+    """Write ratios as Markdown: median, its standard error, quartiles, and the limit where there is one."""
+    lines = [
+        f"### {title}: plain step {statistics.median(plain) * 1e3:.2f} ms, the fastest lap {min(plain) * 1e3:.2f} ms",
+        "",
+        "| variant | ratio | error | quartiles | limit | |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for name, found in ratios.items():
+        middle = statistics.median(found)
+        error = 1.25 * statistics.stdev(found) / math.sqrt(len(found))
+        low, _, high = statistics.quantiles(found, n=4, method="inclusive")
+        lines.append(
+            f"| {name} | {middle:.4f} | {error:.4f} | {low:.3f}-{high:.3f} | {judged(middle, limits.get(name))} |"
+        )
+    return "\n".join(lines) + "\n"
