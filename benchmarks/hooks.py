@@ -17,6 +17,7 @@ from torch import nn
 import layerscope as ls
 from benchmarks.timing import machine
 from layerscope.recorder.recording import Recording
+from layerscope.recorder.taking import Taking
 
 MODULES = 300
 ROUNDS = 400
@@ -58,7 +59,7 @@ def hooked(model, *, both):
 
 @contextmanager
 def recorded(model, taps, *, taken=True, **options):
-    def nothing(recording, look, tensor, wish):
+    def nothing(taking, look, tensor, wish):
         look.summary, look.level = nothing, wish.level
 
     with (
@@ -66,7 +67,7 @@ def recorded(model, taps, *, taken=True, **options):
         ExitStack() as s,
     ):
         if not taken:
-            s.enter_context(patch.object(Recording, "_take", nothing))
+            s.enter_context(patch.object(Taking, "_take", nothing))
         yield rec
         rec._pending.clear()
 

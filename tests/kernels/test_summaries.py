@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import groupby
 
-import numpy as np
 import pytest
 import torch
 
@@ -28,11 +27,10 @@ def swept(tensors, *, level="full", together=False):
     if together:
         at = 0
         for dtype, group in groupby(there, lambda tensor: tensor.dtype):
-            lie = np.array([(tensor.data_ptr(), tensor.numel()) for tensor in group])
-            entries, programs = slots.entries(dtype, *lie.T)
-            table = torch.from_numpy(entries).to(DEVICE)
-            slots.starting_all(dtype)(at, table.data_ptr(), len(lie), programs)
-            at += len(lie)
+            entries, programs = slots.entries(dtype, ((tensor.data_ptr(), tensor.numel()) for tensor in group))
+            table = torch.tensor(entries, device=DEVICE)
+            slots.starting_all(dtype)(at, table.data_ptr(), len(entries) // 3, programs)
+            at += len(entries) // 3
     else:
         for index, tensor in enumerate(there):
             slots.starting(tensor.dtype)(index, tensor.data_ptr(), tensor.numel())

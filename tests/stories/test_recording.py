@@ -497,11 +497,11 @@ def test_inference_mode_and_a_default_device_are_no_trouble():
 
 
 def test_an_input_that_is_the_last_output_is_reduced_once(monkeypatch):
-    from layerscope.recorder import recording
+    from layerscope.recorder import taking
 
     reduced = []
-    real = recording.summarize
-    monkeypatch.setattr(recording, "summarize", lambda t, **k: reduced.append(t) or real(t, **k))
+    real = taking.summarize
+    monkeypatch.setattr(taking, "summarize", lambda t, **k: reduced.append(t) or real(t, **k))
     model, (x,) = zoo.plain()
     with ls.record(model, ["*:input", "*:output"], keep="summary") as rec:
         model(x)

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from layerscope.errors import Unsupported
-from layerscope.recorder.lanes import arriving, as_tensor
+from layerscope.recorder.cargo import as_tensor
+from layerscope.recorder.lanes import arriving
 from layerscope.stats.bits import lying
 
 __all__ = ["Arena", "Lease", "Pool", "dtype_name", "plain", "undisturbed"]

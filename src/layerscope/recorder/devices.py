@@ -10,6 +10,7 @@ lane (`lanes.py`).
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from layerscope.recorder.cargo import Carried
 from layerscope.recorder.copying import undisturbed
 from layerscope.recorder.lanes import (
-    Carried,
     Lane,
     arriving,
     capturing,
@@ -131,14 +132,12 @@ class Statistics:
     def _launched_all(
         self, desk: _Desk, page: _Page, together: StartAll, dtype: torch.dtype, group: list[tuple[int, int, int]]
     ) -> bool:
-        size = 24 * len(group)
-        room = desk.lane.room(size)
+        entries, programs = desk.slots.entries(dtype, ((address, count) for _, address, count in group))
+        room = desk.lane.room(8 * len(entries))
         if room is None:
             return False
         chunk, at, address = room
-        _, addresses, counts = np.array(group, np.int64).T
-        entries, programs = desk.slots.entries(dtype, addresses, counts)
-        chunk[at : at + size].view(np.int64)[:] = entries.reshape(-1)
+        struct.pack_into(f"{len(entries)}q", chunk.data, at, *entries)
         together(page.aboard, address, len(group), programs)
         page.reads.append(chunk)
         page.aboard += len(group)

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from layerscope.recorder.cargo import Arrival, Lost
 from layerscope.recorder.devices import Later
-from layerscope.recorder.lanes import Arrival, Lost, current_stream, is_capturing
+from layerscope.recorder.lanes import current_stream, is_capturing
 from layerscope.recorder.taps import Only, Request
 
 __all__ = ["Gathering", "Held"]

@@ -11,9 +11,9 @@ to copy to memory that is not page-locked would hold up every launch of the proc
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from layerscope.errors import Unsupported
+from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Lost, Trip, as_tensor, flat
 from layerscope.recorder.pinned import Pinned, Room
 from layerscope.stats.driver import Launch, copying, why_no_driver
 from layerscope.stats.launching import why_not
 
 __all__ = [
-    "Arrival", "Carried", "Lane", "Lost",
-    "arriving", "as_tensor", "capturing", "current_stream", "flying", "is_capturing", "lane_of", "lies_plainly", "rest",
+    "Lane", "arriving", "capturing", "current_stream", "flying", "is_capturing", "lane_of", "lies_plainly", "rest",
 ]  # fmt: skip
 
 _log = logging.getLogger("layerscope")
@@ -39,22 +39,14 @@ _STAGE = 16 << 20
 _MOST = 2 << 30  # bytes of clones a device holds at most, if a quarter of its free memory is not less
 _TOGETHER = 256 << 20  # bytes of clones that leave before anybody has asked for one, if a quarter of that is not less
 _SMALL = 2 << 20  # bytes that the model's own stream copies: 40 us at most, and the copy needs no clone
-_QUIET, _PATIENCE = 0.002, 10  # seconds without company, and how often they may pass, until a cargo leaves alone
 _BOUND = 10.0  # seconds that a hook waits for room on the device, at most
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 # What torch asks CUDA, without its Python around it; a build without CUDA has none of them.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
-
 _Tensor = torch.Tensor
-
-
-class Lost(RuntimeError):
-    """A tensor's values could not be kept, this once."""
 
 
 def arriving(tensor: torch.Tensor, room: Callable[[int], Bytes]) -> Arrival:
@@ -103,55 +95,6 @@ def lies_plainly(tensor: torch.Tensor, place: int) -> bool:
         return False
 
 
-class Arrival:
-    """A tensor on its way to the host."""
-
-    __slots__ = ("cargo", "clone", "dtype", "host", "landing", "room", "shape")
-
-    def __init__(self, dtype: torch.dtype, shape: torch.Size, room: Callable[[int], Bytes]) -> None:
-        self.dtype = dtype
-        self.shape = shape
-        self.room = room
-        self.host: torch.Tensor | None = None
-        self.clone: torch.Tensor | None = None
-        self.landing: Room | None = None
-        self.cargo: Cargo | None = None
-
-    def __call__(self) -> torch.Tensor:
-        """Wait for the values."""
-        if self.cargo is not None:
-            self.cargo.wait()
-        if self.host is None:
-            assert self.landing is not None
-            chunk, at, _ = self.landing
-            size = self.shape.numel() * self.dtype.itemsize
-            self.host = as_tensor(chunk[at : at + size], self.dtype, self.shape)
-            self.landing = None
-        return self.host
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether a call would not wait."""
-        return self.cargo is None or self.cargo.has_arrived
-
-    def leave(self) -> None:
-        """Have it leave, though nobody waits for it."""
-        if self.cargo is not None:
-            self.cargo.leave()
-
-    def same_as(self, other: Arrival) -> bool:
-        """Whether both brought the same bytes."""
-        return torch.equal(*(arrival().reshape(-1).view(torch.uint8) for arrival in (self, other)))
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Call once nothing is written to memory that `room` gave: now, or later in another thread."""
-        if isinstance(self.cargo, _Trip):
-            self.cargo.leave()
-            self.cargo.then(call)
-        else:  # the lane holds on to what is flown to
-            call()
-
-
 def capturing() -> Unsupported:
     """Say that nothing is recorded in the middle of the capture of a CUDA graph."""
     return Unsupported(
@@ -166,153 +109,6 @@ def rest() -> None:
         lane.rest()
 
 
-class Cargo(ABC):
-    """What leaves a device as a whole, once the device has come to where it is ready.
-
-    More may come aboard until it leaves: `aboard` counts, and `over` says that the step has ended.
-    """
-
-    size = 0
-    aboard = 0
-    over = False
-
-    def __init__(self, lane: Lane, origin: torch.cuda.Stream) -> None:
-        self.lane = lane
-        self.origin = origin
-        self._unloaded = threading.Event()
-        self._error: BaseException | None = None
-        self._after: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-
-    @abstractmethod
-    def leave(self) -> None:
-        """See to it that it leaves; a second call does nothing."""
-
-    @abstractmethod
-    def arrive(self) -> None:
-        """Wait until it is there, after it has left."""
-
-    def wait(self) -> None:
-        """Wait until it is there, in any thread but the lane's.
-
-        One that is still being loaded may stay a little longer, because ten that leave alone cost ten times as much as
-        ten that leave together; but not until the step ends, for its next hook may be waiting for us.
-        """
-        for _ in range(_PATIENCE):
-            aboard = self.aboard
-            if self.over or self._unloaded.wait(_QUIET) or aboard == self.aboard:
-                break
-        if not self._unloaded.is_set():
-            self.leave()
-            self.arrive()
-        if self._error is not None:
-            raise RuntimeError(f"it did not arrive from the device: {self._error}") from self._error
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether it is there."""
-        return self._unloaded.is_set()
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Call once it is there: now, or later in another thread."""
-        with self._lock:
-            if not self._unloaded.is_set():
-                self._after.append(call)
-                return
-        call()
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """Tell those who wait that it is there, or why it will never be."""
-        with self._lock:
-            self._error = error
-            self._unloaded.set()
-        for call in self._after:
-            call()
-        self._after.clear()
-
-
-class Carried(Cargo):
-    """What the lane's thread brings to the host."""
-
-    def __init__(self, lane: Lane, origin: torch.cuda.Stream) -> None:
-        super().__init__(lane, origin)
-        self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    @abstractmethod
-    def unload(self) -> None:
-        """Bring it to the host; in the lane's thread."""
-
-    def arrive(self) -> None:
-        """Wait for the thread."""
-        self._unloaded.wait()
-
-
-class _Trip(Carried):
-    """Clones of one stream's tensors."""
-
-    def __init__(self, lane: Lane, origin: torch.cuda.Stream) -> None:
-        super().__init__(lane, origin)
-        self.arrivals: list[Arrival] = []
-
-    def leave(self) -> None:
-        self.lane.leave(self)
-
-    def unload(self) -> None:
-        arrivals, self.arrivals = self.arrivals, []
-        pairs = []
-        for arrival in arrivals:
-            assert arrival.clone is not None
-            octets = arrival.room(arrival.clone.nbytes)
-            arrival.host = as_tensor(octets, arrival.dtype, arrival.shape)
-            pairs.append((arrival.clone, octets))
-            arrival.clone = None
-        self.lane.copy(pairs)
-
-
-class _Flight(Cargo):
-    """Copies under way to page-locked memory; it holds on to that memory until they have landed."""
-
-    def __init__(self, lane: Lane, origin: torch.cuda.Stream, raw: int) -> None:
-        super().__init__(lane, origin)
-        self.raw = raw
-        self.chunk: Bytes | None = None  # that was flown to last
-        self.held: list[Bytes] = []
-        self.beside = False  # whether something flies on the side stream
-        self._landed: list[torch.cuda.Event] = []
-
-    def hold(self, chunk: Bytes) -> None:
-        """Keep a chunk from being used again before the copies have landed."""
-        self.chunk = chunk
-        self.held.append(chunk)
-
-    def leave(self) -> None:
-        self.lane.leave(self)
-
-    def depart(self, side: torch.cuda.Stream) -> None:
-        """Mark in the streams where the last of the copies ends."""
-        self.over = True
-        for stream in (self.origin, side) if self.beside else (self.origin,):
-            landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            landed.record(stream)
-            self._landed.append(landed)
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether the copies have landed, and nobody need wait for them."""
-        return super().has_arrived or (bool(self._landed) and self.has_landed())
-
-    def has_landed(self) -> bool:
-        """Whether those that have departed have landed."""
-        return all(landed.query() for landed in self._landed)  # type: ignore[no-untyped-call]
-
-    def arrive(self) -> None:
-        for landed in self._landed:
-            landed.synchronize()  # of an event: a stream's would be noticed by the user's sync debug mode
-        self.held.clear()
-        self.chunk = None
-        self.finish()
-
-
 class Lane:
     """The way from one device to the host."""
 
@@ -321,9 +117,9 @@ class Lane:
         self._device = device
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._trip: _Trip | None = None
-        self._flight: _Flight | None = None
-        self._flying: deque[_Flight] = deque()
+        self._trip: Trip | None = None
+        self._flight: Flight | None = None
+        self._flying: deque[Flight] = deque()
         self._held = 0
         self._most = min(_MOST, torch.cuda.mem_get_info(device)[0] // 4)
         self._enough = min(_TOGETHER, self._most // 4)
@@ -398,14 +194,15 @@ class Lane:
                 flight = self._began(raw)
             if flight.chunk is not chunk:
                 flight.hold(chunk)
-            entries, largest = [], 0
+            entries: list[int] = []
+            largest = 0
             for number, place in zip(flown, places, strict=True):
                 tensor = tensors[number]
-                entries.append((tensor.data_ptr(), address + place, tensor.nbytes))
+                entries += (tensor.data_ptr(), address + place, tensor.nbytes)
                 largest = max(largest, tensor.nbytes)
                 arrival = found[number] = Arrival(tensor.dtype, tensor.shape, room)
                 arrival.landing, arrival.cargo = (chunk, at + place, address + place), flight
-            chunk[at : at + 24 * len(flown)].view(np.int64)[:] = np.array(entries, np.int64).reshape(-1)
+            struct.pack_into(f"{len(entries)}q", chunk.data, at, *entries)
             self._ferry(address, len(flown), largest, raw)
             flight.aboard += len(flown)
             flight.over = False
@@ -452,9 +249,9 @@ class Lane:
         if flight.size >= self._enough:
             self._depart()
 
-    def _began(self, raw: int) -> _Flight:
+    def _began(self, raw: int) -> Flight:
         self._depart()
-        flight = self._flight = _Flight(self, torch.cuda.current_stream(self._device), raw)
+        flight = self._flight = Flight(self, torch.cuda.current_stream(self._device), raw)
         return flight
 
     def _make_room(self, size: int) -> None:
@@ -474,7 +271,7 @@ class Lane:
         trip = self._trip
         if trip is None or trip.origin.cuda_stream != raw:
             self._leave()
-            trip = self._trip = _Trip(self, torch.cuda.current_stream(self._device))
+            trip = self._trip = Trip(self, torch.cuda.current_stream(self._device))
         arrival.clone = tensor.clone(memory_format=torch.contiguous_format)
         arrival.cargo = trip
         trip.arrivals.append(arrival)
@@ -532,7 +329,7 @@ class Lane:
         stage, at = self._stage.numpy(), 0
         staged: list[tuple[torch.Tensor, torch.Tensor, Bytes, Bytes]] = []
         for tensor, target in pairs:
-            source, done = _flat(tensor), 0
+            source, done = flat(tensor), 0
             while done < target.size:
                 if at == _STAGE:
                     self._land(staged)
@@ -557,7 +354,7 @@ class Lane:
     def bring(self, *tensors: torch.Tensor) -> list[np.ndarray[Any, Any]]:
         """Return contiguous tensors of plain numbers as arrays; in the lane's thread."""
         hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
-        self.copy([(tensor, _flat(host).numpy()) for tensor, host in zip(tensors, hosts, strict=True)])
+        self.copy([(tensor, flat(host).numpy()) for tensor, host in zip(tensors, hosts, strict=True)])
         return [host.numpy() for host in hosts]
 
     def _carry(self) -> None:
@@ -597,17 +394,6 @@ def lane_of(device: torch.device) -> Lane:
     return lane
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 @cache
 def _alone() -> bool:
     return torch.cuda.device_count() == 1
-
-
-def as_tensor(octets: Bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """View bytes of the host as a tensor."""
-    if not octets.size:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.from_numpy(octets).view(dtype).view(shape)

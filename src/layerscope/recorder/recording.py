@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -24,21 +23,20 @@ from layerscope import ranks
 from layerscope.errors import Incomplete, NoSuchPoint, NothingRecorded
 from layerscope.points import Moment, Point
 from layerscope.recorder.about import about
+from layerscope.recorder.cargo import Lost
 from layerscope.recorder.clock import Clock
-from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
-from layerscope.recorder.devices import Statistics
-from layerscope.recorder.gathering import Gathering, Held
-from layerscope.recorder.lanes import Lost, flying, lane_of
+from layerscope.recorder.copying import undisturbed
+from layerscope.recorder.gathering import Held
 from layerscope.recorder.ledger import Ledger
+from layerscope.recorder.taking import Look, Taken, Taking
 from layerscope.recorder.taps import Keep, Level, Only, Plan, Request, Wish, plan, schedule_of, taps_of
 from layerscope.runtimes import eager, find, opened
 from layerscope.runtimes.observing import measures
 from layerscope.runtimes.runtime import Runtime
 from layerscope.runtimes.sink import Step
 from layerscope.schedules import Schedule
-from layerscope.stats import Later, Summary, backend, prepare, summarize
-from layerscope.stats.bits import lying
-from layerscope.store import Blob, Completeness, MemoryRun, Missing, Run, Writer, open_run
+from layerscope.stats import Later, Summary
+from layerscope.store import Completeness, MemoryRun, Missing, Run, Writer, open_run
 
 __all__ = ["Listener", "Recording", "record"]
 
@@ -56,7 +54,6 @@ _SILENT_BLOCK = (
 
 # A record on its way into a run in memory; copy and summary may still have to arrive from a device.
 _Copy = Callable[[], torch.Tensor]
-_Taken = tuple["weakref.ref[torch.Tensor]", int, str, Any]  # whose, at which version, which one thing, and that
 _Waiting = tuple[Point, Moment, "_Copy | None", "Summary | Callable[[], Summary] | None", "Mapping[str, Any] | None"]
 
 
@@ -160,8 +157,8 @@ class _Step(Step):
 
     due: tuple[bool, ...] = ()
     requests: dict[int, Request] = field(default_factory=dict)
-    looks: dict[int, _Look] = field(default_factory=dict)
-    taken: dict[int, _Taken] = field(default_factory=dict)  # of tensors on a device, quickly
+    looks: dict[int, Look] = field(default_factory=dict)
+    taken: dict[int, Taken] = field(default_factory=dict)
     moments: dict[int, Moment] = field(default_factory=dict)  # of each call
 
     def at(self, call: int) -> Moment:
@@ -171,27 +168,6 @@ class _Step(Step):
             when = self.moment
             moment = self.moments[call] = Moment(when.epoch, when.step, when.batch, call, when.rank)
         return moment
-
-
-class _Look:
-    """What was taken of one tensor; it holds for the same object at the same version, and no longer."""
-
-    __slots__ = ("blob", "copy", "level", "note", "summary", "tensor", "version", "wish")
-
-    def __init__(self, tensor: torch.Tensor, version: int | None = None) -> None:
-        self.tensor = weakref.ref(tensor)
-        self.version = version
-        self.wish: Wish | None = None  # that it was taken for, and may be asked for again
-        self.copy: Callable[[], torch.Tensor] | None = None  # in memory, shared by every point that saw the tensor
-        self.blob: Blob | None = None  # on its way to disk, for one record
-        self.summary: Summary | Callable[[], Summary] | None = None
-        self.level: Level | None = None
-        self.note: Mapping[str, str] | None = None
-
-    def holds(self, wish: Wish, *, in_memory: bool) -> bool:
-        """Whether nothing more has to be taken of the tensor."""
-        tensor = not wish.tensor or (in_memory and self.copy is not None)
-        return tensor and (not wish.summary or self.level == "full" or self.level == wish.level)
 
 
 class Recording:
@@ -215,16 +191,11 @@ class Recording:
         self._lock = threading.Lock()
         self._step: _Step | None = None
         self._pending: deque[_Waiting] = deque()
-        self._arena = Arena()
-        self._pool = Pool(settings.budget)
-        self._devices = Statistics()
+        self._taking = Taking(in_memory=self.to is None, listened=listener is not None, budget=settings.budget)
         self._clock = Clock()
         self._note: Mapping[str, Any] | None = None
         self._tell_whole: Callable[[Point, Moment, object], None] | None = getattr(listener, "whole", None)
         self._whole = None if self._tell_whole is None else self._on_whole
-        self._quick = False  # whether a record can be kept with little Python
-        self._shares = True  # whether two points are likely to see the same tensor
-        self._gathering: Gathering | None = None
         self._memory: MemoryRun | None = None
         self._writer: Writer | None = None
         self._stack = ExitStack()
@@ -236,7 +207,8 @@ class Recording:
         if self._memory is not None or self._writer is not None:
             raise RuntimeError("a recording is entered once; call record() again for another one.")
         settings, rank = self._settings, ranks.rank()
-        kernels = self._prepare()
+        parts = self._runtime is not eager or eager.compiled_parts(self._watched)  # that may use their memory again
+        kernels = self._taking.prepare(self._runtime.parameters(self._watched), self._plan, gathers=not parts)
         manifest = about(
             self._watched,
             self._runtime,
@@ -263,23 +235,6 @@ class Recording:
             self._finish(state="interrupted")
             raise
         return self
-
-    def _prepare(self) -> str | None:
-        """Have the kernels ready before the first hook; return which they are, None when no statistics are wanted."""
-        counts = self._plan.counts
-        parameters = self._runtime.parameters(self._watched)
-        on_device = [p for p in parameters if p.device.type != "cpu"]
-        self._quick = any(p.is_cuda for p in on_device) and self._listener is None and self.to is None
-        places = {p.device.index if p.is_cuda else None for p in on_device}
-        place = places.pop() if len(places) == 1 else None
-        if self._quick and place is not None and self._runtime is eager and not eager.compiled_parts(self._watched):
-            self._gathering = Gathering(place, self._take_all)
-        self._shares = any(sides != {"output"} for sides in self._plan.sides.values())
-        if on_device:
-            self._devices.prepare(on_device, level=self._settings.statistics if counts else None)
-        elif counts:
-            prepare(*_dtypes(parameters))
-        return (self._devices.kernels if on_device else backend()) if counts else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -345,9 +300,8 @@ class Recording:
         summary: Summary | Callable[[], Summary] | None = None,
     ) -> None:
         """Keep a tensor that a listener held back, at the moment it was seen, in place of what is recorded there."""
-        look = _Look(tensor)
         with undisturbed():
-            self._take(look, tensor, Wish(tensor=True))
+            look = self._taking.look({}, tensor, Wish(tensor=True))
         if self._writer is not None:
             self._writer.write(point, moment, blob=look.blob, summary=summary, note=look.note)
         else:
@@ -386,8 +340,7 @@ class Recording:
                 self._step = _Step(moment, idle=not any(due), due=due, requests=requests, whole=self._whole)
             step = self._step
         self._ledger.began(step.due)
-        if self._gathering is not None:
-            self._gathering.begin()
+        self._taking.begin()
         return step
 
     def _due(self, moment: Moment) -> tuple[bool, ...]:
@@ -400,11 +353,9 @@ class Recording:
     def end(self, step: Step, *, failed: bool) -> None:
         """Forget the tensors of the step; they are the model's again."""
         assert isinstance(step, _Step)
-        if self._gathering is not None:
-            self._gathering.end()
+        self._taking.end()
         step.looks.clear()
         step.taken.clear()
-        self._devices.fetch()
         self._ledger.ended(() if step.idle else step.calls, failed=failed)
 
     def seen(
@@ -422,7 +373,7 @@ class Recording:
             self._ledger.passed(point)
             return
         try:
-            only = request.only if self._quick and not (note or self._note or _function_modes()) else None
+            only = request.only if self._taking.quick and not (note or self._note or _function_modes()) else None
             if only is not None and self._kept_quickly(step, request, only, tensor, call):
                 return
             if _dispatch_modes() or _function_modes() or _inference_mode():
@@ -461,62 +412,16 @@ class Recording:
     # Keeping ------------------------------------------------------------------------------------
 
     def _kept_quickly(self, step: _Step, request: Request, only: Only, tensor: torch.Tensor, call: int) -> bool:
-        """Keep one thing of a tensor on a device, in memory, where a model may be waiting for Python; False if not.
-
-        No tensor operation runs here, so that nobody's modes need to be told apart. What a second point sees again is
-        taken once: an output that is the next module's input is one object, and its version tells whether it changed.
-        """
-        gathering, got = self._gathering, None
-        if gathering is not None and request.held > 0:
-            got = gathering.hold(request, only, tensor)
+        """Keep one thing of a tensor on a device, in memory, where a model may be waiting for Python; False if not."""
+        got = self._taking.once(step.taken, request, only, tensor)
         if got is None:
-            got = self._taken_at_once(step, only, tensor)
-            if got is None:
-                return False
-            if gathering is not None and request.held >= 0:
-                gathering.doubt(request, only, tensor, got)
+            return False
         copy, summary = (got, None) if only == "tensor" else (None, got)
         self._pending.append((request.point, step.moments.get(call) or step.at(call), copy, summary, None))
         if not request.recorded:
             request.recorded = True
             self._ledger.recorded(request.point)
         return True
-
-    def _taken_at_once(self, step: _Step, only: Only, tensor: torch.Tensor) -> Any:
-        """Take one thing of a tensor that lies plainly, or what was taken of it a moment ago; None of any other."""
-        taken = step.taken.get(id(tensor))
-        if taken is not None and taken[0]() is tensor and taken[1] == tensor._version and taken[2] == only:
-            return taken[3]
-        got = flying(tensor, self._arena.room) if only == "tensor" else self._devices.start(tensor, only)
-        if got is not None and (self._shares or only == "tensor"):
-            version = _version(tensor)
-            if version is not None:
-                step.taken[id(tensor)] = weakref.ref(tensor), version, only, got
-        return got
-
-    def _take_all(self, only: Only, tensors: list[torch.Tensor], stream: int) -> list[Any]:
-        """Take one thing of each tensor, of most of them in one launch."""
-        assert self._gathering is not None
-        found: list[Any] = [None] * len(tensors)
-        try:
-            if only == "tensor":
-                lane = lane_of(torch.device("cuda", self._gathering.place))
-                found = [*lane.ferry(tensors, self._arena.room, stream)]
-            else:
-                found = [*self._devices.start_all(tensors, only, stream)]
-        except Exception as error:
-            _log.warning("small tensors could not be taken together: %s: %s", type(error).__name__, error)
-        return [self._taken_alone(only, t) if got is None else got for got, t in zip(found, tensors, strict=True)]
-
-    def _taken_alone(self, only: Only, tensor: torch.Tensor) -> Any:
-        """Take one thing of a tensor, however it lies; what is returned raises where that failed."""
-        look, wish = _Look(tensor), Wish(tensor=True) if only == "tensor" else Wish(summary=True, level=only)
-        try:
-            with undisturbed():
-                self._take(look, tensor, wish)
-        except Exception as error:
-            return partial(_raise, error)
-        return look.copy if only == "tensor" else look.summary
 
     def _keep(
         self,
@@ -530,12 +435,7 @@ class Recording:
         if wish.function is not None:
             tensor = _as_result(wish.function(tensor.detach()))
             wish = Wish(True, wish.summary, wish.level)
-        # An output that is the next module's input is one object, and its version tells whether it was changed since.
-        look = step.looks.get(id(tensor))
-        if look is None or look.tensor() is not tensor or look.version != tensor._version:
-            look = self._looked(step, tensor, wish)
-        elif look.wish is not wish and not look.holds(wish, in_memory=self._writer is None):
-            self._take(look, tensor, wish)
+        look = self._taking.look(step.looks, tensor, wish)
         point, moment = request.point, step.moments.get(call) or step.at(call)
         summary = look.summary if wish.summary else None
         said: Mapping[str, Any] | None = look.note
@@ -552,44 +452,9 @@ class Recording:
             request.recorded = True
             self._ledger.recorded(point)
 
-    def _looked(self, step: _Step, tensor: torch.Tensor, wish: Wish) -> _Look:
-        """Take what is wanted of a tensor that has not been seen yet."""
-        version = _version(tensor)
-        look = _Look(tensor, version)
-        if version is not None:
-            step.looks[id(tensor)] = look
-        self._take(look, tensor, wish)
-        look.wish = wish
-        return look
-
-    def _take(self, look: _Look, tensor: torch.Tensor, wish: Wish) -> None:
-        """Take what is wanted of a tensor and not there yet; on an accelerator it is only started here."""
-        if not wish.tensor and tensor.is_cuda and look.summary is None:
-            look.summary = self._devices.start(tensor, wish.level)
-            if look.summary is not None:
-                look.level = wish.level
-                return
-        if wish.tensor or lying(tensor) is None:
-            values, said = plain(tensor)
-            look.note = said or None
-        else:
-            values = tensor
-        if wish.summary and (look.summary is None or (wish.level == "full" and look.level != "full")):
-            if values.is_cpu:
-                look.summary = summarize(values, level=wish.level, later=True)
-            else:
-                look.summary = self._devices.of(values, level=wish.level)
-            look.level = wish.level
-        if wish.tensor and self._writer is None:
-            look.copy = look.copy or self._arena.copy(values)
-        elif wish.tensor:
-            lease = self._pool.copy(values)
-            look.blob = Blob(dtype_name(values.dtype), tuple(values.shape), values.nbytes, lease.data, lease.release)
-
     def _settle(self, run: MemoryRun, *, leave: int = 0) -> None:
         """Move what waits into a run, but for the last steps; copies from a device have then arrived."""
-        if self._gathering is not None and self._gathering.is_mine:
-            self._gathering.flush()
+        self._taking.flush()
         waiting = [self._pending.popleft() for _ in range(len(self._pending))]
         steps = sorted({(moment.step, moment.batch) for _, moment, *_ in waiting}) if leave else []
         last = set(steps[-leave:]) if leave else set()
@@ -618,9 +483,7 @@ class Recording:
         if self.completeness is None:
             home = self._writer or self._memory
             assert home is not None
-            if self._gathering is not None and self._gathering.is_mine:
-                self._gathering.flush()
-            self._devices.close()
+            self._taking.close()
             if self._memory is not None:
                 self._settle(self._memory)
             if not self._ledger.forwards and state == "complete":
@@ -642,18 +505,6 @@ class Recording:
         return self._plan.op_named(qualified)
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """Return the version of a tensor; an inference tensor has none, so that each sight of one counts."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
-
-
 def _default(keep: Any, statistics: Level, *, on_disk: bool) -> Wish:
     if statistics not in ("full", "moments"):
         raise ValueError(f"statistics={statistics!r} is not known; use 'full' or 'moments'.")
@@ -663,13 +514,6 @@ def _default(keep: Any, statistics: Level, *, on_disk: bool) -> Wish:
     if keep not in ("tensor", "summary", "both"):
         raise ValueError(f"keep={keep!r} is not known; use 'tensor', 'summary', 'both' or a function of a tensor.")
     return Wish(keep in ("tensor", "both"), keep in ("summary", "both"), statistics)
-
-
-def _dtypes(parameters: list[torch.Tensor]) -> set[str]:
-    """Return the dtypes that tensors of a model on the CPU are likely to have."""
-    usual = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-    found = {p.dtype for p in parameters if p.device.type == "cpu"} & usual
-    return {dtype_name(dtype) for dtype in found or {torch.float32}}
 
 
 def _as_result(value: Any) -> torch.Tensor:

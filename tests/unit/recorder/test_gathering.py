@@ -12,8 +12,8 @@ import torch
 
 from layerscope.points import Point
 from layerscope.recorder import gathering
+from layerscope.recorder.cargo import Arrival, Lost
 from layerscope.recorder.gathering import Gathering
-from layerscope.recorder.lanes import Arrival, Lost
 from layerscope.recorder.taps import Request, Wish
 
 

@@ -156,11 +156,17 @@ class Slots:
 
         return start
 
-    def entries(self, dtype: torch.dtype, items: Array, counts: Array) -> tuple[Array, int]:
-        """Return what a launch over many tensors has to know of each, and how many programs the largest takes."""
-        tiles = -(-counts // (KINDS[dtype].threads * KINDS[dtype].vector))
-        each = -(-tiles // self._programs)
-        return np.stack((items, counts, each), axis=1), int((-(-tiles // each)).max())
+    def entries(self, dtype: torch.dtype, lying: Iterable[tuple[int, int]]) -> tuple[list[int], int]:
+        """Return what a launch over many tensors is told of where they lie, and how many programs the largest takes."""
+        tile, most = KINDS[dtype].threads * KINDS[dtype].vector, self._programs
+        told: list[int] = []
+        largest = 1
+        for items, count in lying:
+            tiles = -(-count // tile)
+            each = -(-tiles // most)
+            told += (items, count, each)
+            largest = max(largest, -(-tiles // each))
+        return told, largest
 
     def _worth_of(self, dtype: torch.dtype) -> torch.Tensor:
         worth = self._worth.get(dtype)
