@@ -2,9 +2,9 @@
 
     later = Statistics().of(tensor)          # launched on the device; later() gives the Summary
 
-Nothing in a hook synchronises. One launch on the model's own stream takes a tensor's numbers, so that a later in-place
-operation cannot reach them; the numbers of many tensors are gathered by one more and leave together, by the device's
-lane (`lanes.py`).
+Nothing in a hook synchronises. One launch on the model's own stream takes the numbers of a tensor, or of many at once
+(`gathering.py` says when that can wait), so that a later in-place operation cannot reach them; the numbers of many
+tensors are gathered by one more launch and leave together, by the device's lane (`lanes.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import struct
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,7 +86,7 @@ class Statistics:
         if desk is None or not lies_plainly(tensor, desk.place) or current_stream(desk.place) != desk.stream:
             return None
         known, address, count = desk.known.get(tensor.dtype), tensor.data_ptr(), tensor.numel()
-        if known is None or address % 16 or not 0 < count < desk.most:
+        if known is None or not address or address % 16 or not 0 < count < desk.most:
             return None
         return self._launched(desk, known, address, count, tensor.shape)
 
@@ -101,20 +102,20 @@ class Statistics:
         arrival = arriving(tensor, lambda size: np.empty(size, np.uint8))
         return lambda: summarize(arrival(), level=level)
 
-    def start_all(self, tensors: list[torch.Tensor], level: Level, stream: int) -> list[Later | None]:
-        """Launch the reduction of many tensors, together, on the stream they were made on; None of those that cannot.
+    def start_all(self, tensors: list[torch.Tensor], level: Level) -> list[Later | None]:
+        """Launch the reduction of many tensors, together, on the current stream; None of those that cannot be taken so.
 
         Those lie somewhere else, or not in order, or there is no page-locked memory to tell the device where they lie.
         """
         found: list[Later | None] = [None] * len(tensors)
         desk = self._last.get(level)
-        if desk is None or desk.stream != stream:
+        if desk is None or current_stream(desk.place) != desk.stream:
             return found
         groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
         for number, tensor in enumerate(tensors):
             if lies_plainly(tensor, desk.place):
                 address, count = tensor.data_ptr(), tensor.numel()
-                if not address % 16 and 0 < count < desk.most:
+                if address and not address % 16 and 0 < count < desk.most:
                     groups.setdefault(tensor.dtype, []).append((number, address, count))
         for dtype, group in groups.items():
             together, name = desk.together(dtype), str(dtype).removeprefix("torch.")
@@ -138,10 +139,10 @@ class Statistics:
             return False
         chunk, at, address = room
         struct.pack_into(f"{len(entries)}q", chunk.data, at, *entries)
-        together(page.aboard, address, len(group), programs)
+        first, page.aboard = page.aboard, page.aboard + len(group)  # first of all: an interrupt must not use it twice
         page.reads.append(chunk)
-        page.aboard += len(group)
         page.over = False
+        together(first, address, len(group), programs)
         if page.aboard == desk.slots.size:
             self._send(desk)
         return True
@@ -156,8 +157,9 @@ class Statistics:
     def close(self) -> None:
         """Send for what is left, and give the memory on the device back."""
         with self._lock:
-            for desk in self._desks.values():
-                self._send(desk)
+            for desk in list(self._desks.values()):
+                with suppress(Exception):  # whoever waits for the numbers is told
+                    self._send(desk)
             self._desks.clear()
             self._last.clear()
 
@@ -187,7 +189,8 @@ class Statistics:
                     known = desk.known.get(dtype)
                     if known is None:
                         known = desk.known[dtype] = desk.slots.starting(dtype), str(dtype).removeprefix("torch.")
-                    self._last[level] = desk
+                    if not key[-1]:
+                        self._last[level] = desk
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -202,10 +205,9 @@ class Statistics:
         try:
             with self._lock:
                 page = desk.page or self._opened(desk)
-                index = page.aboard
-                begin(index, address, count)
-                page.aboard = index + 1
+                index, page.aboard = page.aboard, page.aboard + 1  # first of all: an interrupt must not use it twice
                 page.over = False
+                begin(index, address, count)
                 if page.aboard == desk.slots.size:
                     self._send(desk)
         except torch.OutOfMemoryError:
@@ -233,10 +235,17 @@ class Statistics:
     def _send(self, desk: _Desk) -> None:
         """Have a page's numbers gathered; its slots are free again, in the order of the stream."""
         page, desk.page = desk.page, None
-        if page is not None and page.aboard:
+        if page is None or not page.aboard:
+            return
+        try:
             with undisturbed(), torch.cuda.stream(page.origin):  # in another thread it would not be the current one
                 page.sheet = desk.slots.gather(page.aboard)
             page.lane.send(page)
+        except BaseException as error:  # what is in the slots is not known any more
+            self._desks.pop(desk.key, None)
+            self._last = {level: other for level, other in self._last.items() if other is not desk}
+            page.finish(error)
+            raise
 
 
 class _Desk:
@@ -245,6 +254,7 @@ class _Desk:
     def __init__(self, key: _Key, where: torch.device) -> None:
         from layerscope.stats import device
 
+        self.key = key
         self.place, self.stream, level, wide = key
         self.most = device.MOST
         self.lane = lane_of(where)

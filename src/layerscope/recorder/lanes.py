@@ -26,7 +26,7 @@ import torch
 from layerscope.errors import Unsupported
 from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Lost, Trip, as_tensor, flat
 from layerscope.recorder.pinned import Pinned, Room
-from layerscope.stats.driver import Launch, copying, why_no_driver
+from layerscope.stats.driver import Launch, allow_captures, copying, why_no_driver
 from layerscope.stats.launching import why_not
 
 __all__ = [
@@ -144,8 +144,10 @@ class Lane:
 
     def _board(self, arrival: Arrival, tensor: torch.Tensor) -> None:
         size = tensor.nbytes
-        if 0 < size <= _SMALL and self.let_fly(arrival, tensor.contiguous().data_ptr(), size):
-            return
+        if 0 < size <= _SMALL:
+            source = tensor.contiguous()  # which lives until its copy is under way
+            if self.let_fly(arrival, source.data_ptr(), size):
+                return
         raw = current_stream(self.place)
         with self._lock:
             room = self.pinned.room(size) if size > _SMALL and self.pinned is not None else None
@@ -172,14 +174,20 @@ class Lane:
             flight.over = False
         return True
 
-    def ferry(self, tensors: list[torch.Tensor], room: Callable[[int], Bytes], raw: int) -> list[Arrival | None]:
-        """Bring small tensors to the host in one launch on the stream they were made on; None of those that cannot."""
+    def prepare(self) -> None:
+        """Load the kernel that copies many tensors, lest the end of the first step wait for it."""
+        from layerscope.recorder.ferrying import ferrying
+
+        if self.pinned is not None and not why_not():
+            ferrying(self._device)
+
+    def ferry(self, tensors: list[torch.Tensor], room: Callable[[int], Bytes]) -> list[Arrival | None]:
+        """Bring small tensors to the host in one launch on the current stream; None of those that cannot."""
         found: list[Arrival | None] = [None] * len(tensors)
-        flown = [
-            n for n, t in enumerate(tensors) if lies_plainly(t, self.place) and t.numel() and not t.data_ptr() % 16
-        ]
+        flown = [number for number, tensor in enumerate(tensors) if self._can_ferry(tensor)]
         if not flown or why_not():
             return found
+        raw = current_stream(self.place)
         places, end = [], 64 * -(-24 * len(flown) // 64)  # of the tensors, behind the entries
         for number in flown:
             places.append(end)
@@ -209,7 +217,10 @@ class Lane:
         return found
 
     def _can_ferry(self, tensor: torch.Tensor) -> bool:
-        return lies_plainly(tensor, self.place) and tensor.numel() > 0 and not tensor.data_ptr() % 16
+        if not lies_plainly(tensor, self.place) or not tensor.numel():
+            return False
+        address = tensor.data_ptr()
+        return address != 0 and address % 16 == 0
 
     def _ferry(self, entries: int, count: int, largest: int, raw: int) -> None:
         from layerscope.recorder.ferrying import BLOCK, ferrying
@@ -359,6 +370,8 @@ class Lane:
 
     def _carry(self) -> None:
         torch.cuda.set_device(self._device)
+        if self.pinned is not None:
+            allow_captures()
         while True:
             cargo = self._queue.get()
             error = None

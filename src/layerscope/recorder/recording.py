@@ -52,6 +52,11 @@ _SILENT_BLOCK = (
     "where hooks added after compiling never fire"
 )
 
+_IN_DOUBT = (
+    "its tensors are changed in place in a way that torch does not count, first seen in this step: of the steps before "
+    "it, some records may show the values of a step's end; from now on they are taken in the hook"
+)
+
 # A record on its way into a run in memory; copy and summary may still have to arrive from a device.
 _Copy = Callable[[], torch.Tensor]
 _Waiting = tuple[Point, Moment, "_Copy | None", "Summary | Callable[[], Summary] | None", "Mapping[str, Any] | None"]
@@ -99,7 +104,10 @@ def record(
     that taps change nothing: slower, and to other bits than the plain compiled model's.
 
     A tensor seen before is recognised as the same object at the same version. What changes it without changing its
-    version (`.data`, numpy, a kernel of one's own) goes unnoticed until the next tensor.
+    version (`.data`, numpy, a kernel of one's own) goes unnoticed until the next tensor. On a GPU, in memory, small
+    tensors are taken together when the step ends, where a trial gave the same values as in the hook; a point that is
+    changed without its version for the first time after that is found out when it is tried again, and listed under
+    `missing` (`docs/gpu.md`).
     """
     if on_error not in ("record", "raise"):
         raise ValueError(f"on_error={on_error!r} is not known; use 'record' or 'raise'.")
@@ -191,7 +199,12 @@ class Recording:
         self._lock = threading.Lock()
         self._step: _Step | None = None
         self._pending: deque[_Waiting] = deque()
-        self._taking = Taking(in_memory=self.to is None, listened=listener is not None, budget=settings.budget)
+        self._taking = Taking(
+            in_memory=self.to is None,
+            listened=listener is not None,
+            budget=settings.budget,
+            doubtful=self._doubt,
+        )
         self._clock = Clock()
         self._note: Mapping[str, Any] | None = None
         self._tell_whole: Callable[[Point, Moment, object], None] | None = getattr(listener, "whole", None)
@@ -282,7 +295,7 @@ class Recording:
         """Return what was recorded in memory until now as a run of its own, and let go of it.
 
         Called after each step, this keeps a long recording's memory at a few steps. The copies of the last step may
-        still be on their way from a device: `leave=1` leaves that step for the next call, and waits for nothing.
+        still be on their way from a device: `leave=1` leaves that step for the next call, and does not wait for it.
         """
         if self._memory is None:
             raise RuntimeError("there is nothing to take: the recording is not in memory, or has not begun.")
@@ -409,6 +422,9 @@ class Recording:
         """List a failure under `missing`, and say it once; the model's run goes on."""
         self._ledger.failed(point, error)
 
+    def _doubt(self, point: Point) -> None:
+        self.failed(point, RuntimeError(_IN_DOUBT))
+
     # Keeping ------------------------------------------------------------------------------------
 
     def _kept_quickly(self, step: _Step, request: Request, only: Only, tensor: torch.Tensor, call: int) -> bool:
@@ -456,15 +472,17 @@ class Recording:
         """Move what waits into a run, but for the last steps; copies from a device have then arrived."""
         self._taking.flush()
         waiting = [self._pending.popleft() for _ in range(len(self._pending))]
-        steps = sorted({(moment.step, moment.batch) for _, moment, *_ in waiting}) if leave else []
+        steps = list(dict.fromkeys((moment.epoch, moment.step, moment.batch) for _, moment, *_ in waiting))
         last = set(steps[-leave:]) if leave else set()
         left = []
         for one in waiting:
             point, moment, copy, summary, note = one
-            held = copy if copy is not None else summary
-            # Another thread's step may not have ended.
-            if (moment.step, moment.batch) in last or (isinstance(held, Held) and held.tensor is not None):
+            got: Any = copy if copy is not None else summary
+            unfinished = isinstance(got, Held) and got.tensor is not None  # another thread's step
+            if unfinished or (moment.epoch, moment.step, moment.batch) in last:
                 left.append(one)
+                if hasattr(got, "leave"):
+                    got.leave()  # so that nobody waits for a later step to have this one
                 continue
             try:
                 kept = None if copy is None else copy()

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from layerscope.points import Point
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.gathering import Gathering
@@ -57,7 +58,9 @@ class Look:
 class Taking:
     """The copies and statistics of one recording."""
 
-    def __init__(self, *, in_memory: bool, listened: bool, budget: int) -> None:
+    def __init__(
+        self, *, in_memory: bool, listened: bool, budget: int, doubtful: Callable[[Point], None] = lambda point: None
+    ) -> None:
         self.quick = False  # whether `once` is worth asking
         self._in_memory = in_memory
         self._listened = listened  # whether somebody else wants to know of each record at once
@@ -65,6 +68,7 @@ class Taking:
         self._pool = Pool(budget)
         self._devices = Statistics()
         self._gathering: Gathering | None = None
+        self._doubtful = doubtful  # is told of points whose records may show later values
         self._shares = True  # whether two points are likely to see the same tensor
 
     def prepare(self, parameters: list[torch.Tensor], plan: Plan, *, gathers: bool) -> str | None:
@@ -77,13 +81,21 @@ class Taking:
         place = places.pop() if len(places) == 1 else None
         self.quick = any(p.is_cuda for p in on_device) and self._in_memory and not self._listened
         if self.quick and gathers and place is not None:
-            self._gathering = Gathering(place, self._take_all)
+            self._gathering = Gathering(place, self._take_all, self._doubtful)
         self._shares = any(sides != {"output"} for sides in plan.sides.values())
         if on_device:
             self._devices.prepare(on_device, level=plan.default.level if plan.counts else None)
+            self._prepare_gathering()
         elif plan.counts:
             prepare(*_dtypes(parameters))
         return (self._devices.kernels if on_device else backend()) if plan.counts else None
+
+    def _prepare_gathering(self) -> None:
+        if self._gathering is not None:
+            try:
+                lane_of(torch.device("cuda", self._gathering.place)).prepare()
+            except Exception as error:
+                self._gather_no_more(error)
 
     def begin(self) -> None:
         """Begin a step."""
@@ -104,7 +116,7 @@ class Taking:
     def close(self) -> None:
         """Take what any thread has held back, and give the memory on devices back."""
         if self._gathering is not None:
-            self._gathering.flush()
+            self._gathering.close()
         self._devices.close()
 
     def look(self, looks: dict[int, Look], tensor: torch.Tensor, wish: Wish) -> Look:
@@ -154,12 +166,11 @@ class Taking:
         gathering = self._gathering
         if gathering is None:
             return self._at_once(taken, only, tensor)
-        if request.held > 0:
-            held = gathering.hold(request, only, tensor)
-            if held is not None:
-                return held
+        held = gathering.hold(request, only, tensor)
+        if held is not None:
+            return held
         got = self._at_once(taken, only, tensor)
-        if got is not None and request.held >= 0:
+        if got is not None:
             gathering.doubt(request, only, tensor, got)
         return got
 
@@ -174,19 +185,26 @@ class Taking:
                 taken[id(tensor)] = weakref.ref(tensor), version, only, got
         return got
 
-    def _take_all(self, only: Only, tensors: list[torch.Tensor], stream: int) -> list[Any]:
-        """Take one thing of each tensor, of most of them in one launch."""
+    def _take_all(self, only: Only, tensors: list[torch.Tensor]) -> list[Any]:
+        """Take one thing of each tensor, of most of them in one launch on the current stream."""
         assert self._gathering is not None
         found: list[Any] = [None] * len(tensors)
         try:
             if only == "tensor":
                 lane = lane_of(torch.device("cuda", self._gathering.place))
-                found = [*lane.ferry(tensors, self._arena.room, stream)]
+                found = [*lane.ferry(tensors, self._arena.room)]
             else:
-                found = [*self._devices.start_all(tensors, only, stream)]
+                found = [*self._devices.start_all(tensors, only)]
         except Exception as error:
-            _log.warning("small tensors could not be taken together: %s: %s", type(error).__name__, error)
+            self._gather_no_more(error)
         return [self._alone(only, t) if got is None else got for got, t in zip(found, tensors, strict=True)]
+
+    def _gather_no_more(self, error: Exception) -> None:
+        assert self._gathering is not None
+        self._gathering.give_up()
+        _log.warning(
+            "small tensors cannot be taken together, and are taken one by one: %s: %s", type(error).__name__, error
+        )
 
     def _alone(self, only: Only, tensor: torch.Tensor) -> Any:
         """Take one thing of a tensor, however it lies; what is returned raises where that failed."""

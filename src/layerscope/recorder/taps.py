@@ -102,17 +102,15 @@ class Request:
     wish: Wish | None
     recorded: bool = False
     only: Only | None = None  # where that is all that is wanted
-    held: int = 0  # how many items its tensors have where they can be held back to the step's end; -1 is never
-    size: int = 0  # their bytes
-    tries: int = 0  # how often that was tried
-    trials: int = 0  # how many of the tries nobody has judged yet
+    gathers: bool = True  # whether its tensors have a step's end to wait for
+    standing: Any = None  # what `gathering.py` knows of it
 
     def __post_init__(self) -> None:
         wish = self.wish
         if wish is not None and wish.function is None and wish.tensor != wish.summary:
             self.only = "tensor" if wish.tensor else wish.level
-        if self.point.op or self.point.side.startswith("grad"):  # what a backward pass makes has no step's end
-            self.held = -1
+        if self.point.op or self.point.side.startswith("grad"):  # what a backward pass makes has none
+            self.gathers = False
 
 
 @dataclass(slots=True)

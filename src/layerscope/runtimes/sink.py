@@ -59,7 +59,7 @@ class Sink(Protocol):
         call: int,
         note: Mapping[str, str] | None = None,
     ) -> None:
-        """Take a look at one tensor, now: the model may change it as soon as this returns."""
+        """Take a look at one tensor; the model may change it as soon as this returns, and whoever waits must notice."""
 
     def empty(self, point: Point, *, because: str) -> None:
         """Learn that a module ran and a side of it held no tensor."""

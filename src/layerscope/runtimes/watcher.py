@@ -195,14 +195,15 @@ class Watcher:
         else:
             step = outer[1]
             hook.away = 1 + _distance(frame, outer[3])
-        if step.idle:
-            if outer is not None:
-                self.is_inside(hook.name)
-        else:
-            pair = self._pairs.get(hook.name)
-            if len(runs) > 1 and pair is not None:  # it calls itself, and calls are numbered as they begin
-                self.local.calls += [(hook.name, step, step.call(hook.name), run, None) for run in runs[:-1]]
-                pair.see_begin()
+        if outer is not None and step.idle:
+            self.is_inside(hook.name)
+            return
+        pair = self._pairs.get(hook.name)
+        if len(runs) > 1 and pair is not None:  # it calls itself, and calls are numbered as they begin
+            known = runs[:1] if step.idle else runs[:-1]
+            self.local.calls += [(hook.name, step, step.call(hook.name), run, None) for run in known]
+            pair.see_begin()
+        if not step.idle:
             hook.look(step, frame, value)
         if not self.local.calls:
             self.sink.end(step, failed=value is None and has_raised(frame))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["Launch", "copying", "launcher", "why_no_driver"]
+__all__ = ["Launch", "allow_captures", "copying", "launcher", "why_no_driver"]
 
 Launch = Callable[..., None]  # takes the kernel's arguments, a pointer as an address, and how many programs run it
 
@@ -102,6 +102,12 @@ def copying(device: int) -> Callable[[int, int, int, int], None]:
             raise RuntimeError(f"the driver refused a copy of {size} bytes to the host: CUDA error {code}")
 
     return copy
+
+
+def allow_captures() -> None:
+    """Have what this thread asks of the driver not spoil a CUDA graph that another thread captures."""
+    relaxed = ctypes.c_int(2)
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 def _enter(device: int) -> None:

@@ -6,6 +6,8 @@ The device is played by clones: what is taken is a copy made at the moment of ta
 from __future__ import annotations
 
 import threading
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -31,22 +33,22 @@ class Device:
     def __init__(self, **points):
         self.requests = {name: Request(Point(name), wish) for name, wish in points.items()}
         self.batches = []
-        self.gathering = Gathering(0, self.take_all)
+        self.doubtful = []
+        self.gathering = Gathering(HERE, self.take_all, lambda point: self.doubtful.append(point.name))
         self.kept = []
 
-    def take_all(self, only, tensors, stream):
-        self.batches.append((only, len(tensors), stream))
+    def take_all(self, only, tensors):
+        self.batches.append((only, len(tensors)))
         return [Copy(tensor) for tensor in tensors]
 
     def see(self, name, tensor):
         """What a recording does in a hook; the record, and whether the tensor was held back."""
         request = self.requests[name]
-        got = self.gathering.hold(request, request.only, tensor) if request.held > 0 else None
+        got = self.gathering.hold(request, request.only, tensor)
         held = got is not None
         if got is None:
             got = Copy(tensor)
-            if request.held >= 0:
-                self.gathering.doubt(request, request.only, tensor, got)
+            self.gathering.doubt(request, request.only, tensor, got)
         self.kept.append((name, got, tensor.clone()))
         return held
 
@@ -62,13 +64,15 @@ class Device:
             assert torch.equal(got(), was), name
 
 
+HERE = -1  # what torch calls the host
 SUMMARY, TENSOR = Wish(summary=True, level="full"), Wish(tensor=True)
 
 
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch):
-    monkeypatch.setattr(gathering, "current_stream", lambda place: 7)
+    monkeypatch.setattr(gathering, "current_stream", lambda place: 0)
     monkeypatch.setattr(gathering, "is_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda place: f"stream of {place}")
 
 
 @pytest.mark.parametrize("wish", [SUMMARY, TENSOR], ids=["summary", "tensor"])
@@ -82,7 +86,7 @@ def test_a_point_is_held_back_from_the_step_after_its_trial(wish):
     assert said == [[False, False], [True, True], [True, True], [True, True]]
     device.assert_kept()
     only = device.requests["a"].only
-    assert device.batches == [(only, 2, 7)] * 4  # the first is the trial's
+    assert device.batches == [(only, 2)] * 4  # the first is the trial's
 
 
 def test_a_tensor_that_two_points_see_is_taken_once():
@@ -94,7 +98,7 @@ def test_a_tensor_that_two_points_see_is_taken_once():
 
     for _ in range(3):
         device.step(forward)
-    assert device.batches == [("full", 1, 7)] * 3
+    assert device.batches == [("full", 1)] * 3
     device.assert_kept()
 
 
@@ -109,7 +113,7 @@ def test_what_is_changed_in_place_in_its_step_is_never_held_back():
 
     assert [device.step(forward) for _ in range(4)] == [False] * 4
     device.assert_kept()
-    assert device.requests["a"].held == -1
+    assert device.requests["a"].standing.never
 
 
 def test_a_point_of_several_calls_is_held_back_only_if_all_of_them_may_be():
@@ -150,7 +154,7 @@ def test_a_first_change_after_the_trial_loses_that_record_and_says_so():
     said = [device.step(lambda change=change: forward(change=change)) for change in (0, 0, 1, 1, 0)]
     assert said == [False, True, True, False, False]
     lost = device.kept.pop(2)[1]
-    with pytest.raises(Lost, match="changed in place between the hook and the end of the step"):
+    with pytest.raises(Lost, match="changed in place between its hook and the end of the step"):
         lost()
     device.assert_kept()
 
@@ -163,7 +167,7 @@ def test_another_size_is_tried_for_itself_and_not_for_ever():
     ]  # fmt: skip
     for size in range(20, 40):
         device.step(lambda size=size: device.see("a", torch.randn(size)))
-    assert device.requests["a"].tries == 8
+    assert device.requests["a"].standing.tries == 8
     device.assert_kept()
 
 
@@ -178,14 +182,14 @@ def test_large_tensors_are_taken_at_once_and_many_small_ones_in_several_goes(mon
     said = [device.step(forward) for _ in range(5)]
     assert [row[0] for row in said] == [False] * 5
     assert said[-1][1:] == [True] * 6
-    assert [count for _, count, _ in device.batches[-2:]] == [3, 3]  # as soon as more than 100 items are held
+    assert [count for _, count in device.batches[-2:]] == [3, 3]  # as soon as more than 100 items are held
     device.assert_kept()
 
 
 def test_gradients_operations_and_inference_tensors_are_taken_at_once():
     device = Device(a=SUMMARY)
-    assert Request(Point("a", "grad_output"), SUMMARY).held == -1
-    assert Request(Point("op:aten.mm", op=True), SUMMARY).held == -1
+    assert not Request(Point("a", "grad_output"), SUMMARY).gathers
+    assert not Request(Point("op:aten.mm", op=True), SUMMARY).gathers
     with torch.inference_mode():
         assert [device.step(lambda: device.see("a", torch.randn(8))) for _ in range(3)] == [False] * 3
     assert [device.step(lambda: device.see("a", torch.randn(8))) for _ in range(2)] == [False, True]
@@ -213,6 +217,129 @@ def test_another_stream_and_another_thread_and_a_capture_are_taken_at_once(monke
     monkeypatch.setattr(gathering, "is_capturing", lambda: True)
     assert device.step(lambda: device.see("a", torch.randn(8))) is False
     device.assert_kept()
+
+
+def test_a_capture_that_begins_in_the_middle_of_a_step_is_taken_at_once(monkeypatch):
+    device = Device(a=SUMMARY)
+    monkeypatch.setattr(gathering, "current_stream", lambda place: 5)
+    for _ in range(2):
+        device.step(lambda: device.see("a", torch.randn(8)))
+
+    def forward():
+        monkeypatch.setattr(gathering, "is_capturing", lambda: True)
+        return device.see("a", torch.randn(8))
+
+    assert device.step(forward) is False
+
+
+def test_what_is_taken_later_is_taken_on_the_stream_of_its_step(monkeypatch):
+    device, stream, used = Device(a=SUMMARY), [3], []
+    monkeypatch.setattr(gathering, "current_stream", lambda place: stream[0])
+    monkeypatch.setattr(torch.cuda, "stream", lambda origin: used.append(origin) or nullcontext())
+    for _ in range(2):
+        device.step(lambda: device.see("a", torch.randn(8)))
+    assert used == []
+
+    def forward():
+        held = device.see("a", torch.randn(8))
+        stream[0] = 4
+        return held
+
+    assert device.step(forward)
+    assert used == [f"stream of {HERE}"]
+
+
+def test_memory_that_was_given_back_or_exchanged_is_not_read():
+    device = Device(a=SUMMARY, b=SUMMARY)
+
+    def forward(*, change):
+        x, y = torch.randn(8), torch.randn(8)
+        said = [device.see("a", x), device.see("b", y)]
+        if change:
+            x.untyped_storage().resize_(0)  # neither counts as a change
+            y.data = torch.zeros(8)
+        return said
+
+    for change in (False, False):
+        device.step(lambda change=change: forward(change=change))
+    device.assert_kept()
+    assert device.step(lambda: forward(change=True)) == [True, True]
+    for _, got, _ in device.kept[-2:]:
+        with pytest.raises(Lost):
+            got()
+
+
+def test_a_point_is_tried_again_and_again_and_said_to_be_in_doubt_if_it_has_changed(monkeypatch):
+    device = Device(a=SUMMARY)
+
+    def forward(*, change):
+        x = torch.randn(8)
+        held = device.see("a", x)
+        x.data.add_(1) if change else None
+        return held
+
+    said = [device.step(lambda: forward(change=False)) for _ in range(200)]
+    assert [number for number, held in enumerate(said) if not held] == [0, 17, 50, 115]  # after 16, 32, 64 steps
+    assert device.doubtful == []
+    device.assert_kept()
+    said = [device.step(lambda: forward(change=True)) for _ in range(200)]
+    assert said.count(True) < 64  # until it was tried
+    assert device.doubtful == ["a"]
+    assert said[-100:] == [False] * 100
+
+
+def test_a_point_of_which_not_all_calls_could_be_tried_is_not_held_back(monkeypatch):
+    monkeypatch.setattr(gathering, "_MOST", 2 * 100 * 4)
+    device = Device(a=SUMMARY)
+
+    def forward():
+        tensors = [torch.randn(60), torch.randn(60)]
+        said = [device.see("a", tensor) for tensor in tensors]
+        tensors[1].data.add_(1)
+        return said
+
+    assert [device.step(forward) for _ in range(3)] == [[False, False]] * 3
+    device.assert_kept()
+
+
+def test_a_trial_whose_copy_never_came_is_lost(monkeypatch):
+    device = Device(a=SUMMARY)
+    device.step(lambda: device.see("a", torch.randn(8)))
+    monkeypatch.setattr(Copy, "same_as", lambda self, other: 1 / 0)
+    assert device.step(lambda: device.see("a", torch.randn(8))) is False
+    assert device.requests["a"].standing.never
+
+
+def test_an_interrupt_while_all_are_taken_leaves_no_tensor_behind(monkeypatch):
+    device = Device(a=SUMMARY)
+    for _ in range(2):
+        device.step(lambda: device.see("a", torch.randn(8)))
+    device.gathering.begin()
+    x = torch.randn(8)
+    assert device.see("a", x)
+    alive = weakref.ref(x)
+    del x
+
+    def interrupted(only, tensors):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device.gathering, "_take_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        device.gathering.end()
+    assert alive() is None
+    with pytest.raises(Lost, match="or the step was broken off"):
+        device.kept[-1][1]()
+
+
+def test_what_an_interrupt_leaves_in_doubt_is_let_go():
+    device = Device(a=SUMMARY)
+    device.gathering.begin()
+    x = torch.randn(8)
+    device.see("a", x)
+    alive = weakref.ref(x)
+    del x
+    device.gathering.begin()
+    assert alive() is None
 
 
 def test_what_an_interrupt_leaves_is_taken_before_the_next_step():

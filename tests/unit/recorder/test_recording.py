@@ -259,3 +259,14 @@ def test_the_last_step_is_left_whole_when_an_earlier_ones_gradients_come_after_i
         assert {each.moment.step for each in rec.take(leave=1).records()} == {0}
         second.sum().backward()
         assert {each.moment.step for each in rec.take().records()} == {1}
+
+
+def test_steps_that_are_numbered_anew_in_every_epoch_are_left_in_the_order_they_came():
+    model = nn.Identity()
+    with record(model, ".") as rec:
+        for epoch in range(2):
+            for batch in range(2):
+                rec.moment(epoch=epoch, step=batch, batch=batch)
+                model(torch.full((1,), 2.0 * epoch + batch))
+                taken = rec.take(leave=1)
+                assert [each.tensor().item() for each in taken.records()] == [2.0 * epoch + batch - 1][: epoch or batch]

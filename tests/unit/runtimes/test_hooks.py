@@ -383,3 +383,19 @@ def test_a_repeated_call_that_checkpointing_breaks_off_counts_alike():
     names = ["layer.0", "layer.1"]
     one, two = both(lambda: zoo.Holder(forward, layer=layer), names, lambda m: m(x).sum().backward())
     assert_alike(one, two)
+
+
+def test_a_part_that_calls_itself_while_nothing_is_due_is_one_step_each_time():
+    def forward(m, x, depth=0):
+        return m(x, depth + 1) * 2 if depth < 2 else x
+
+    found = []
+    for sides in (":output", ":input"):
+        model = zoo.Holder(lambda m, x: m.a(x), a=zoo.Holder(forward))
+        with ls.record(model, ["a:output", f"a{sides}"], when="every(3)") as rec:
+            for _ in range(7):
+                model.a(torch.ones(1))
+        outputs = [r for r in rec.run.records() if r.point.side == "output"]
+        found.append((rec.completeness.forwards, [(r.moment.step, r.moment.call) for r in outputs]))
+    assert found[0] == found[1]
+    assert found[0][0] == 7
