@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -482,7 +482,8 @@ class Recording:
             if unfinished or (moment.epoch, moment.step, moment.batch) in last:
                 left.append(one)
                 if hasattr(got, "leave"):
-                    got.leave()  # so that nobody waits for a later step to have this one
+                    with suppress(Exception):  # whoever waits for it is told
+                        got.leave()  # so that nobody waits for a later step to have this one
                 continue
             try:
                 kept = None if copy is None else copy()

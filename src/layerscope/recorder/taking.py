@@ -100,12 +100,18 @@ class Taking:
     def begin(self) -> None:
         """Begin a step."""
         if self._gathering is not None:
-            self._gathering.begin()
+            try:
+                self._gathering.begin()
+            except Exception as error:
+                self._gather_no_more(error)
 
     def end(self) -> None:
         """End a step: what was held back is taken, and what is waited for from now on leaves at once."""
         if self._gathering is not None:
-            self._gathering.end()
+            try:
+                self._gathering.end()
+            except Exception as error:
+                self._gather_no_more(error)
         self._devices.fetch()
 
     def flush(self) -> None:

@@ -1,0 +1,114 @@
+"""What is wanted of a tensor is taken once, and trouble with taking many together costs nothing but time."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import layerscope as ls
+from asserts import assert_same_bits
+from layerscope.points import Point
+from layerscope.recorder.taking import Taking
+from layerscope.recorder.taps import Wish
+from layerscope.stats import summarize
+
+TENSOR, BOTH = Wish(tensor=True), Wish(tensor=True, summary=True)
+
+
+def taking(**options):
+    return Taking(**{"in_memory": True, "listened": False, "budget": 1 << 20} | options)
+
+
+def test_a_tensor_is_looked_at_once_until_it_changes():
+    hand, looks, x = taking(), {}, torch.arange(3.0)
+    first = hand.look(looks, x, TENSOR)
+    assert hand.look(looks, x, TENSOR) is first
+    x.add_(1)
+    second = hand.look(looks, x, TENSOR)
+    assert second is not first
+    assert_same_bits(first.copy(), torch.tensor([0.0, 1.0, 2.0]))
+    assert_same_bits(second.copy(), torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_what_is_missing_is_taken_in_addition():
+    hand, looks, x = taking(), {}, torch.arange(3.0)
+    look = hand.look(looks, x, TENSOR)
+    assert look.summary is None
+    copy = look.copy
+    assert hand.look(looks, x, BOTH) is look
+    assert look.copy is copy
+    assert look.summary() == summarize(torch.arange(3.0), level="moments")
+
+
+def test_each_sight_of_an_inference_tensor_counts():
+    hand, looks = taking(), {}
+    with torch.inference_mode():
+        x = torch.ones(3)
+    assert hand.look(looks, x, TENSOR) is not hand.look(looks, x, TENSOR)
+    assert looks == {}
+
+
+def test_on_its_way_to_disk_it_is_a_blob_and_not_a_copy():
+    look = taking(in_memory=False).look({}, torch.arange(3.0), TENSOR)
+    assert look.copy is None
+    assert (look.blob.dtype, look.blob.shape, look.blob.nbytes) == ("float32", (3,), 12)
+    assert look.blob.data().tobytes() == torch.arange(3.0).numpy().tobytes()
+
+
+def test_nothing_is_quick_or_gathered_without_a_gpu():
+    model = nn.Linear(2, 2)
+    with ls.record(model, ".", keep="summary") as rec:
+        model(torch.ones(1, 2))
+        assert not rec._taking.quick
+        assert rec._taking._gathering is None
+
+
+class Broken:
+    """A gathering that fails whatever is asked of it."""
+
+    place, given_up = 0, 0
+
+    def give_up(self):
+        self.given_up += 1
+
+    def begin(self):
+        raise RuntimeError("CUDA error 2")
+
+    end = begin
+
+
+@pytest.mark.parametrize("verb", ["begin", "end"])
+def test_a_gathering_that_fails_is_given_up_and_said(verb, caplog):
+    hand = taking()
+    hand._gathering = Broken()
+    with caplog.at_level(logging.WARNING, "layerscope"):
+        getattr(hand, verb)()
+    assert hand._gathering.given_up == 1
+    assert "are taken one by one: RuntimeError: CUDA error 2" in caplog.text
+
+
+@pytest.mark.parametrize("only", ["full", "tensor"])
+def test_what_cannot_be_taken_together_is_taken_alone_and_says_why_it_cannot(only, monkeypatch, caplog):
+    hand = taking()
+    hand._gathering = Broken()
+    monkeypatch.setattr(hand._devices, "start_all", lambda tensors, level: [None] * len(tensors))
+    good, bad = hand._take_all(only, [torch.arange(3.0), torch.ones(2).to_sparse()])
+    if only == "tensor":  # whose lane there is not
+        assert "are taken one by one" in caplog.text
+        assert_same_bits(good(), torch.arange(3.0))
+    else:
+        assert good() == summarize(torch.arange(3.0))
+    with pytest.raises(Exception, match="sparse_coo tensor is not stored"):
+        bad()
+
+
+def test_a_point_that_changed_unseen_is_listed_with_what_that_means():
+    model = nn.Linear(2, 2)
+    with ls.record(model, ".") as rec:
+        model(torch.ones(1, 2))
+        rec._taking._doubtful(Point(""))
+    [missing] = rec.missing
+    assert "in a way that torch does not count" in missing.reason
