@@ -67,6 +67,8 @@ def statistics_of(*first, level):
         assert_like_the_cpu(statistics._anyhow(tensor, level)(), tensor, level=level)
     for desk in statistics._desks.values():
         desk.place = PLACE
+        desk.key = (PLACE, *desk.key[1:])
+    statistics._desks = {desk.key: desk for desk in statistics._desks.values()}
     return statistics
 
 
@@ -147,7 +149,7 @@ def test_a_trial_is_lost_where_the_values_change_and_won_where_they_do_not(host)
     y.data[7] += 1  # which torch does not count
     gathered.end()
     gathered.begin()
-    assert (calm.standing.items, restless.standing.never) == (100, True)
+    assert (list(calm.standing.proofs), restless.standing.never) == ([100], True)
     held = gathered.hold(calm, "moments", x)
     gathered.end()
     assert_like_the_cpu(held(), x, level="moments")

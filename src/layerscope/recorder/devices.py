@@ -108,8 +108,9 @@ class Statistics:
         Those lie somewhere else, or not in order, or there is no page-locked memory to tell the device where they lie.
         """
         found: list[Later | None] = [None] * len(tensors)
-        desk = self._last.get(level)
-        if desk is None or current_stream(desk.place) != desk.stream:
+        place = tensors[0].get_device() if tensors else -1
+        desk = self._desks.get((place, current_stream(place), level, False)) if tensors else None
+        if desk is None:
             return found
         groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
         for number, tensor in enumerate(tensors):

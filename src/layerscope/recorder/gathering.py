@@ -33,37 +33,64 @@ from layerscope.recorder.taps import Only, Request
 __all__ = ["Gathering", "Held"]
 
 _MOST = 64 << 20  # bytes that are held at a time, half of them in doubt
-_TRIES = 8  # of one point, with tensors of several sizes
+_SIZES = 8  # of one point's tensors that are told apart
 _SOON, _SELDOM = 16, 256  # steps after which a point that may wait is tried again
 _LARGEST = {"moments": 4 << 20, "full": 4 << 20, "tensor": 64 << 10}  # a larger one is worth a launch of its own
 
 TakeAll = Callable[[Only, list[torch.Tensor]], list[Any]]  # what of each, of which tensors
 
 
-class Standing:
-    """Whether the tensors of one point may wait: those of so many items, for so many steps more."""
+class Proof:
+    """That a point's tensors of one size may wait, for so many steps."""
 
-    __slots__ = ("items", "never", "refused", "size", "steps", "trials", "tries", "until")
+    __slots__ = ("is_good", "size", "step", "steps", "until")
 
-    def __init__(self) -> None:
-        self.items = 0  # of a tensor that may wait; none at first
-        self.size = 0  # its bytes
+    def __init__(self, size: int, until: int) -> None:
+        self.size = size  # bytes that one keeps from being used again
+        self.until = until
         self.steps = 0  # since it was tried
-        self.until = _SOON
-        self.tries = 0
+        self.step = -1  # the last one in which it was asked for
+        self.is_good = True  # in that step: it is tried again with all its calls, or with none
+
+    def holds(self, step: int) -> bool:
+        """Whether tensors may wait in this step."""
+        if self.step != step:
+            self.step = step
+            self.steps += 1
+            self.is_good = self.steps <= self.until
+        return self.is_good
+
+
+class Standing:
+    """What is known of one point: which sizes may wait, and what is being tried."""
+
+    __slots__ = ("never", "passed", "proofs", "refused", "stagger", "trials")
+
+    def __init__(self, stagger: int) -> None:
+        self.proofs: dict[int, Proof] = {}  # by the number of items
+        self.passed: list[tuple[int, int]] = []  # items and bytes, of trials in a step that is not judged to its end
         self.trials = 0  # that nobody has judged yet
-        self.never = False
         self.refused = -1  # the step in which not all of its calls could be tried
+        self.never = False
+        self.stagger = stagger  # so that not all points are tried in the same step
+
+    def deny(self) -> None:
+        """Never have a tensor of this point wait."""
+        self.never = True
+        self.proofs.clear()
 
     def judge(self, items: int, size: int, *, same: bool) -> None:
-        """Hear how a trial ended; a point may have been called several times in its step."""
+        """Hear how a trial ended; they count together, because a point may have been called several times in a step."""
         self.trials -= 1
+        self.passed.append((items, size))
         if not same:
-            self.items, self.never = 0, True
-        elif not (self.never or self.trials):
-            again = self.items == items
-            self.until = min(2 * self.until, _SELDOM) if again else _SOON
-            self.items, self.size, self.steps = items, size, 0
+            self.deny()
+        if not self.trials:
+            for count, octets in dict(self.passed).items() if not self.never else ():
+                before = self.proofs.get(count)
+                until = _SOON + self.stagger if before is None else min(2 * before.until, _SELDOM)
+                self.proofs[count] = Proof(octets, until)
+            self.passed.clear()
 
 
 class Held:
@@ -113,6 +140,7 @@ class Gathering:
         self._doubtful = doubtful
         self._thread: int | None = None
         self._step = 0
+        self._points = 0
         self._stream = -1
         self._origin: torch.cuda.Stream | None = None
         self._basket: deque[Held] = deque()
@@ -129,6 +157,7 @@ class Gathering:
     def give_up(self) -> None:
         """Hold nothing back any more."""
         self._thread = -1
+        self._trials.clear()
 
     def begin(self) -> None:
         """Begin a step, and judge the points whose trial is over."""
@@ -141,49 +170,61 @@ class Gathering:
         if stream != self._stream:
             self._stream = stream
             self._origin = None if stream == -1 else torch.cuda.current_stream(self.place)
-        if self._trials:
+        if self._trials and stream != -1:  # to ask whether something has arrived would spoil a capture
             with undisturbed():
                 self._judge()
 
     def hold(self, request: Request, only: Only, tensor: torch.Tensor) -> Held | None:
         """Hold a tensor back, if its point may be; every line counts where a model waits for Python."""
         standing: Standing | None = request.standing
+        proof = None if standing is None else standing.proofs.get(tensor.numel())
         if (
-            standing is None
-            or standing.items != tensor.numel()
-            or standing.steps >= standing.until
+            proof is None
+            or not proof.holds(self._step)
             or current_stream(self.place) != self._stream
             or get_ident() != self._thread
             or tensor.get_device() != self.place
             or (self._stream and is_capturing())  # the default stream never is
         ):
             return None
+        assert standing is not None
         try:
             held = Held(standing, only, tensor, tensor._version, tensor.data_ptr())
         except RuntimeError:  # an inference tensor counts no changes
             return None
-        standing.steps += 1
         self._basket.append(held)
-        self._bytes += standing.size
+        self._bytes += proof.size
         if self._bytes > _MOST // 2:
             self.flush()
         return held
 
     def doubt(self, request: Request, only: Only, tensor: torch.Tensor, got: Any) -> None:
-        """Hold a tensor that was taken at once, to try whether that can wait; not if it is large, or there are many."""
-        if not request.gathers or not self.is_mine or current_stream(self.place) != self._stream:
+        """Hold a tensor that was taken at once, to try whether that can wait; `got` is None if it could not be.
+
+        A point is tried with all its calls of a step, or not at all.
+        """
+        standing: Standing | None = request.standing
+        if not request.gathers or (standing is not None and (standing.never or standing.trials)):
             return
-        standing: Standing = request.standing or Standing()
-        request.standing = standing
-        size, again = tensor.nbytes, standing.items == tensor.numel()
-        if standing.never or standing.trials or (standing.tries >= _TRIES and not again) or size > _LARGEST[only]:
-            return
-        if self._doubted + size > _MOST // 2:
+        if standing is None:
+            standing = request.standing = Standing(self._points % _SOON)
+            self._points += 1
+        if got is None or not self._can_try(standing, only, tensor):
             standing.refused = self._step
-        elif not tensor.is_inference() and tensor.data_ptr() and not tensor.data_ptr() % 16:
-            held = Held(standing, only, tensor, tensor._version, tensor.data_ptr())
-            self._doubts.append((held, request.point, got))
-            self._doubted += size
+            return
+        self._doubts.append((Held(standing, only, tensor, tensor._version, tensor.data_ptr()), request.point, got))
+        self._doubted += tensor.untyped_storage().nbytes()
+
+    def _can_try(self, standing: Standing, only: Only, tensor: torch.Tensor) -> bool:
+        size = tensor.untyped_storage().nbytes()  # of the whole that it may be a view of
+        if size > _LARGEST[only] or self._doubted + size > _MOST // 2 or tensor.is_inference():
+            return False
+        if len(standing.proofs) >= _SIZES and tensor.numel() not in standing.proofs:
+            return False
+        if not self.is_mine or current_stream(self.place) != self._stream:
+            return False
+        address = tensor.data_ptr()
+        return address != 0 and address % 16 == 0
 
     def end(self) -> None:
         """Take what was held back, and once more what is in doubt."""
@@ -194,20 +235,26 @@ class Gathering:
         try:
             for held, _, _ in doubts:
                 if not held.is_intact:
-                    held.standing.items, held.standing.never = 0, True
-            tried = [one for one in doubts if not (one[0].standing.never or one[0].standing.refused == self._step)]
+                    held.standing.deny()
+            tried = [one for one in doubts if self._is_tried(one[0].standing)]
             self._take([held for held, _, _ in tried])
+            for held, _, _ in tried:
+                if not isinstance(held.got, (Later, Arrival)):
+                    held.standing.refused = self._step
             for held, point, got in tried:
-                tensor, later, standing = held.tensor, held.got, held.standing
-                if isinstance(later, (Later, Arrival)) and tensor is not None:
-                    standing.tries += standing.trials == 0
-                    standing.trials += 1
-                    self._trials.append((standing, point, tensor.numel(), tensor.nbytes, got, later))
+                tensor, later = held.tensor, held.got
+                if self._is_tried(held.standing) and isinstance(later, (Later, Arrival)) and tensor is not None:
+                    held.standing.trials += 1
+                    size = tensor.untyped_storage().nbytes()
+                    self._trials.append((held.standing, point, tensor.numel(), size, got, later))
                     got.leave()
                     later.leave()
         finally:
             for held, _, _ in doubts:
                 held.tensor = None
+
+    def _is_tried(self, standing: Standing) -> bool:
+        return not standing.never and standing.refused != self._step
 
     def flush(self) -> None:
         """Take what was held back until now."""
@@ -218,7 +265,8 @@ class Gathering:
         try:
             for one in held:
                 if not one.is_intact:
-                    one.tensor, one.standing.items, one.standing.never = None, 0, True
+                    one.tensor = None
+                    one.standing.deny()
             self._take([one for one in held if one.tensor is not None])
         finally:
             for one in held:
@@ -246,7 +294,7 @@ class Gathering:
             if not (at_once.has_arrived and later.has_arrived):
                 return
             self._trials.popleft()
-            waited = standing.items == items
+            waited = items in standing.proofs
             try:
                 same = at_once.same_as(later)
             except Exception:  # one of them never came

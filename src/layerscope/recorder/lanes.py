@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
 from typing import Any
@@ -106,7 +107,8 @@ def capturing() -> Unsupported:
 def rest() -> None:
     """Hear that a step has ended: what is waited for need not wait for company."""
     for lane in list(_lanes.values()):
-        lane.rest()
+        if not is_capturing():  # which does not bear the question whether a copy has landed
+            lane.rest()
 
 
 class Lane:
@@ -314,7 +316,11 @@ class Lane:
         """Let a flight go, and forget those that have landed."""
         flight, self._flight = self._flight, None
         if flight is not None:
-            flight.depart(self._side)
+            try:
+                flight.depart(self._side)
+            except BaseException as error:
+                flight.finish(error)
+                raise
             self._flying.append(flight)
         while self._flying and self._flying[0].has_landed():
             self._await_one()
@@ -371,7 +377,8 @@ class Lane:
     def _carry(self) -> None:
         torch.cuda.set_device(self._device)
         if self.pinned is not None:
-            allow_captures()
+            with suppress(Exception):
+                allow_captures()
         while True:
             cargo = self._queue.get()
             error = None

@@ -68,6 +68,7 @@ class Taking:
         self._pool = Pool(budget)
         self._devices = Statistics()
         self._gathering: Gathering | None = None
+        self._gave_up = False  # and said so
         self._doubtful = doubtful  # is told of points whose records may show later values
         self._shares = True  # whether two points are likely to see the same tensor
 
@@ -112,7 +113,10 @@ class Taking:
                 self._gathering.end()
             except Exception as error:
                 self._gather_no_more(error)
-        self._devices.fetch()
+        try:
+            self._devices.fetch()
+        except Exception as error:  # whoever waits for the values is told
+            _log.warning("after a step: %s: %s", type(error).__name__, error)
 
     def flush(self) -> None:
         """Take what this thread has held back until now."""
@@ -176,8 +180,7 @@ class Taking:
         if held is not None:
             return held
         got = self._at_once(taken, only, tensor)
-        if got is not None:
-            gathering.doubt(request, only, tensor, got)
+        gathering.doubt(request, only, tensor, got)
         return got
 
     def _at_once(self, taken: dict[int, Taken], only: Only, tensor: torch.Tensor) -> Any:
@@ -208,9 +211,11 @@ class Taking:
     def _gather_no_more(self, error: Exception) -> None:
         assert self._gathering is not None
         self._gathering.give_up()
-        _log.warning(
-            "small tensors cannot be taken together, and are taken one by one: %s: %s", type(error).__name__, error
-        )
+        if not self._gave_up:
+            self._gave_up = True
+            _log.warning(
+                "small tensors cannot be taken together, and are taken one by one: %s: %s", type(error).__name__, error
+            )
 
     def _alone(self, only: Only, tensor: torch.Tensor) -> Any:
         """Take one thing of a tensor, however it lies; what is returned raises where that failed."""

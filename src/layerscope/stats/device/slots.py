@@ -145,7 +145,7 @@ class Slots:
         It takes the first slot, where the entries lie, in memory that the device can read, how many there are, and how
         many programs the largest takes; `entries` makes them.
         """
-        if dtype is torch.float64:  # which is looked at twice
+        if dtype not in KINDS or dtype is torch.float64:  # which is looked at twice
             return None
         sweeps = _sweeping_all(self._device, dtype, self._full)(self._stream)
         worth = self._worth_of(dtype)
