@@ -297,6 +297,10 @@ class Recording:
         Called after each step, this keeps a long recording's memory at a few steps. The copies of the last step may
         still be on their way from a device: `leave=1` leaves that step for the next call, and does not wait for it.
         """
+        if not isinstance(leave, int) or isinstance(leave, bool) or leave < 0:
+            raise ValueError(
+                f"leave={leave!r} is not a number of steps; give how many of the last to leave."
+            )
         if self._memory is None:
             raise RuntimeError("there is nothing to take: the recording is not in memory, or has not begun.")
         run = self._memory
@@ -471,30 +475,37 @@ class Recording:
     def _settle(self, run: MemoryRun, *, leave: int = 0) -> None:
         """Move what waits into a run, but for the last steps; copies from a device have then arrived."""
         self._taking.flush()
-        waiting = [self._pending.popleft() for _ in range(len(self._pending))]
-        steps = list(dict.fromkeys((moment.epoch, moment.step, moment.batch) for _, moment, *_ in waiting))
+        waiting = deque(self._pending.popleft() for _ in range(len(self._pending)))
+        left: list[_Waiting] = []
+        steps = list(dict.fromkeys(_step_of(moment) for _, moment, *_ in waiting))
         last = set(steps[-leave:]) if leave else set()
-        left = []
-        for one in waiting:
-            point, moment, copy, summary, note = one
-            got: Any = copy if copy is not None else summary
-            unfinished = isinstance(got, Held) and got.tensor is not None  # another thread's step
-            if unfinished or (moment.epoch, moment.step, moment.batch) in last:
-                left.append(one)
-                if hasattr(got, "leave"):
-                    with suppress(Exception):  # whoever waits for it is told
-                        got.leave()  # so that nobody waits for a later step to have this one
-                continue
-            try:
-                kept = None if copy is None else copy()
-                if callable(summary) and not isinstance(summary, Later):
-                    summary = summary()
-                run.add(point, moment, tensor=kept, summary=summary, note=note)
-            except Lost as error:
-                run.lose(point, moment, str(error))
-            except Exception as error:
-                self.failed(point, error)
-        self._pending.extendleft(reversed(left))
+        try:
+            while waiting:
+                _, moment, copy, summary, _ = one = waiting[0]
+                got: Any = copy if copy is not None else summary
+                unfinished = isinstance(got, Held) and got.tensor is not None  # another thread's step
+                if unfinished or _step_of(moment) in last:
+                    left.append(waiting.popleft())
+                    if hasattr(got, "leave"):
+                        with suppress(Exception):  # whoever waits for it is told
+                            got.leave()  # so that nobody waits for a later step to have this one
+                else:
+                    self._settle_one(run, one)
+                    waiting.popleft()
+        finally:  # an interrupt while a copy is waited for loses nothing
+            self._pending.extendleft(reversed([*left, *waiting]))
+
+    def _settle_one(self, run: MemoryRun, one: _Waiting) -> None:
+        point, moment, copy, summary, note = one
+        try:
+            kept = None if copy is None else copy()
+            if callable(summary) and not isinstance(summary, Later):
+                summary = summary()
+            run.add(point, moment, tensor=kept, summary=summary, note=note)
+        except Lost as error:
+            run.lose(point, moment, str(error))
+        except Exception as error:
+            self.failed(point, error)
 
     # The end ------------------------------------------------------------------------------------
 
@@ -522,6 +533,10 @@ class Recording:
     def _op_named(self, qualified: str) -> str | None:
         self._ledger.ran(qualified)
         return self._plan.op_named(qualified)
+
+
+def _step_of(moment: Moment) -> tuple[int | None, int, int]:
+    return moment.epoch, moment.step, moment.batch
 
 
 def _default(keep: Any, statistics: Level, *, on_disk: bool) -> Wish:

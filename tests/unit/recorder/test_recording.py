@@ -270,3 +270,35 @@ def test_steps_that_are_numbered_anew_in_every_epoch_are_left_in_the_order_they_
                 model(torch.full((1,), 2.0 * epoch + batch))
                 taken = rec.take(leave=1)
                 assert [each.tensor().item() for each in taken.records()] == [2.0 * epoch + batch - 1][: epoch or batch]
+
+
+@pytest.mark.parametrize("leave", [-1, 1.5, True, "x", None])
+def test_what_is_no_number_of_steps_is_refused_and_nothing_is_lost(leave):
+    model = nn.Identity()
+    with record(model, ".") as rec:
+        model(torch.ones(1))
+        with pytest.raises(ValueError, match="is not a number of steps; give how many of the last"):
+            rec.take(leave=leave)
+        assert len(rec.take()) == 1
+
+
+def test_an_interrupt_while_a_copy_is_waited_for_loses_nothing():
+    model = nn.Sequential(*(nn.Identity() for _ in range(4)))
+    with record(model, "*") as rec:
+        model(torch.ones(1))
+        point, moment, copy, *rest = rec._pending[2]
+        asked = []
+
+        def interrupted():
+            asked.append(point)
+            if len(asked) == 1:
+                raise KeyboardInterrupt
+            return copy()
+
+        rec._pending[2] = (point, moment, interrupted, *rest)
+        with pytest.raises(KeyboardInterrupt):
+            rec.take()
+        assert len(rec._pending) == 2
+        model(torch.ones(1))
+        assert [each.point.name for each in rec.take().records()] == [*"0123", *"0123"]
+    assert rec.completeness.records == 8
