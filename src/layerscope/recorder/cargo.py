@@ -1,6 +1,6 @@
 """What is on its way from an accelerator to the host: a tensor, and what leaves together.
 
-arrival = lane_of(device).board(...)     # `lanes.py`
+arrival = arriving(tensor, room)         # `lanes.py`
 arrival()                                # waits until the host has the values
 """
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from layerscope.recorder.cargo import Carried
-from layerscope.recorder.copying import undisturbed
+from layerscope.recorder.copying import dtype_name, undisturbed
 from layerscope.recorder.lanes import (
     Lane,
     arriving,
@@ -108,8 +108,10 @@ class Statistics:
         Those lie somewhere else, or not in order, or there is no page-locked memory to tell the device where they lie.
         """
         found: list[Later | None] = [None] * len(tensors)
-        place = tensors[0].get_device() if tensors else -1
-        desk = self._desks.get((place, current_stream(place), level, False)) if tensors else None
+        if not tensors:
+            return found
+        place = tensors[0].get_device()
+        desk = self._desks.get((place, current_stream(place), level, False))
         if desk is None:
             return found
         groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
@@ -119,7 +121,7 @@ class Statistics:
                 if address and not address % 16 and 0 < count < desk.most:
                     groups.setdefault(tensor.dtype, []).append((number, address, count))
         for dtype, group in groups.items():
-            together, name = desk.together(dtype), str(dtype).removeprefix("torch.")
+            together, name = desk.together(dtype), dtype_name(dtype)
             while together is not None and group:
                 with self._lock:
                     page = desk.page or self._opened(desk)
@@ -189,7 +191,7 @@ class Statistics:
                     desk = self._desk_of(key, where)
                     known = desk.known.get(dtype)
                     if known is None:
-                        known = desk.known[dtype] = desk.slots.starting(dtype), str(dtype).removeprefix("torch.")
+                        known = desk.known[dtype] = desk.slots.starting(dtype), dtype_name(dtype)
                     if not key[-1]:
                         self._last[level] = desk
             except torch.OutOfMemoryError:

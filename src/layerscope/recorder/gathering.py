@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -128,6 +128,15 @@ class Held:
             leave()
 
 
+class _Doubt(NamedTuple):
+    """A tensor of a point that is tried, the bytes it keeps from being used again, and what was taken of it at once."""
+
+    held: Held
+    point: Point
+    size: int
+    got: Any
+
+
 class Gathering:
     """What one thread's steps hold back on one device; another thread's tensors are taken at once.
 
@@ -144,7 +153,7 @@ class Gathering:
         self._stream = -1
         self._origin: torch.cuda.Stream | None = None
         self._basket: deque[Held] = deque()
-        self._doubts: list[tuple[Held, Point, Any]] = []  # and what was taken of each at once
+        self._doubts: list[_Doubt] = []
         self._trials: deque[tuple[Standing, Point, int, int, Any, Any]] = deque()  # items, bytes, what was taken twice
         self._bytes = 0  # of what is held back
         self._doubted = 0  # and of what is in doubt
@@ -209,14 +218,15 @@ class Gathering:
         if standing is None:
             standing = request.standing = Standing(self._points % _SOON)
             self._points += 1
-        if got is None or not self._can_try(standing, only, tensor):
+        size = 0 if got is None else tensor.untyped_storage().nbytes()  # of the whole that it may be a view of
+        if got is None or not self._can_try(standing, only, tensor, size):
             standing.refused = self._step
             return
-        self._doubts.append((Held(standing, only, tensor, tensor._version, tensor.data_ptr()), request.point, got))
-        self._doubted += tensor.untyped_storage().nbytes()
+        held = Held(standing, only, tensor, tensor._version, tensor.data_ptr())
+        self._doubts.append(_Doubt(held, request.point, size, got))
+        self._doubted += size
 
-    def _can_try(self, standing: Standing, only: Only, tensor: torch.Tensor) -> bool:
-        size = tensor.untyped_storage().nbytes()  # of the whole that it may be a view of
+    def _can_try(self, standing: Standing, only: Only, tensor: torch.Tensor, size: int) -> bool:
         if size > _LARGEST[only] or self._doubted + size > _MOST // 2 or tensor.is_inference():
             return False
         if len(standing.proofs) >= _SIZES and tensor.numel() not in standing.proofs:
@@ -233,24 +243,23 @@ class Gathering:
         self.flush()
         doubts, self._doubts, self._doubted = self._doubts, [], 0
         try:
-            for held, _, _ in doubts:
+            for held, *_ in doubts:
                 if not held.is_intact:
                     held.standing.deny()
-            tried = [one for one in doubts if self._is_tried(one[0].standing)]
-            self._take([held for held, _, _ in tried])
-            for held, _, _ in tried:
+            tried = [one for one in doubts if self._is_tried(one.held.standing)]
+            self._take([held for held, *_ in tried])
+            for held, *_ in tried:
                 if not isinstance(held.got, (Later, Arrival)):
                     held.standing.refused = self._step
-            for held, point, got in tried:
+            for held, point, size, got in tried:
                 tensor, later = held.tensor, held.got
                 if self._is_tried(held.standing) and isinstance(later, (Later, Arrival)) and tensor is not None:
                     held.standing.trials += 1
-                    size = tensor.untyped_storage().nbytes()
                     self._trials.append((held.standing, point, tensor.numel(), size, got, later))
                     got.leave()
                     later.leave()
         finally:
-            for held, _, _ in doubts:
+            for held, *_ in doubts:
                 held.tensor = None
 
     def _is_tried(self, standing: Standing) -> bool:
@@ -283,7 +292,7 @@ class Gathering:
         """Take what an interrupt left, and forget what it left in doubt."""
         if self._basket:
             self.flush()
-        for held, _, _ in self._doubts:
+        for held, *_ in self._doubts:
             held.tensor = None
         self._doubts.clear()
         self._doubted = 0

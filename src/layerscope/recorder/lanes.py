@@ -130,7 +130,6 @@ class Lane:
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stage = torch.empty(_STAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._queue: SimpleQueue[Carried] = SimpleQueue()
-        self._alone = _alone()
         self._ferries: dict[int, Launch] = {}  # of each stream
         self.pinned = None if why_no_driver() else Pinned()
         self._copy = None if why_no_driver() else copying(device.index)
@@ -138,7 +137,7 @@ class Lane:
 
     def board(self, arrival: Arrival, tensor: torch.Tensor) -> None:
         """Have a tensor leave, as it is when the current stream comes to this point."""
-        if self._alone or _current_device() == self.place:
+        if _alone() or _current_device() == self.place:
             self._board(arrival, tensor)
         else:
             with torch.cuda.device(self._device):

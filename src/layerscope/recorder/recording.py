@@ -298,9 +298,7 @@ class Recording:
         still be on their way from a device: `leave=1` leaves that step for the next call, and does not wait for it.
         """
         if not isinstance(leave, int) or isinstance(leave, bool) or leave < 0:
-            raise ValueError(
-                f"leave={leave!r} is not a number of steps; give how many of the last to leave."
-            )
+            raise ValueError(f"leave={leave!r} is not a number of steps; give how many of the last to leave.")
         if self._memory is None:
             raise RuntimeError("there is nothing to take: the recording is not in memory, or has not begun.")
         run = self._memory

@@ -86,33 +86,18 @@ class Taking:
         self._shares = any(sides != {"output"} for sides in plan.sides.values())
         if on_device:
             self._devices.prepare(on_device, level=plan.default.level if plan.counts else None)
-            self._prepare_gathering()
+            self._ask(lambda gathering: lane_of(torch.device("cuda", gathering.place)).prepare())
         elif plan.counts:
             prepare(*_dtypes(parameters))
         return (self._devices.kernels if on_device else backend()) if plan.counts else None
 
-    def _prepare_gathering(self) -> None:
-        if self._gathering is not None:
-            try:
-                lane_of(torch.device("cuda", self._gathering.place)).prepare()
-            except Exception as error:
-                self._gather_no_more(error)
-
     def begin(self) -> None:
         """Begin a step."""
-        if self._gathering is not None:
-            try:
-                self._gathering.begin()
-            except Exception as error:
-                self._gather_no_more(error)
+        self._ask(lambda gathering: gathering.begin())
 
     def end(self) -> None:
         """End a step: what was held back is taken, and what is waited for from now on leaves at once."""
-        if self._gathering is not None:
-            try:
-                self._gathering.end()
-            except Exception as error:
-                self._gather_no_more(error)
+        self._ask(lambda gathering: gathering.end())
         try:
             self._devices.fetch()
         except Exception as error:  # whoever waits for the values is told
@@ -207,6 +192,14 @@ class Taking:
         except Exception as error:
             self._gather_no_more(error)
         return [self._alone(only, t) if got is None else got for got, t in zip(found, tensors, strict=True)]
+
+    def _ask(self, ask: Callable[[Gathering], None]) -> None:
+        """Ask something of the gathering, if there is one; where that fails, nothing is gathered any more."""
+        if self._gathering is not None:
+            try:
+                ask(self._gathering)
+            except Exception as error:
+                self._gather_no_more(error)
 
     def _gather_no_more(self, error: Exception) -> None:
         assert self._gathering is not None

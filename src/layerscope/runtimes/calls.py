@@ -78,9 +78,9 @@ def runs_of(module: torch.nn.Module) -> list[FrameType]:
     return found[::-1]
 
 
-def has_raised(frame: FrameType) -> bool:
-    """Tell whether the frame that runs a hook does so because the module's forward raised."""
-    return frame.f_code is _CALL_OF_A_MODULE
+def has_raised(frame: FrameType, value: object) -> bool:
+    """Tell whether the frame that runs a hook with this value does so because the module's forward raised."""
+    return value is None and frame.f_code is _CALL_OF_A_MODULE
 
 
 def _stack() -> Iterator[FrameType]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +59,6 @@ class Pair:
         self.rested = False  # has been without its hooks
         self._before = None if ends else Before(watcher, module, name, sides, "input")
         self._after = (End if ends else After)(watcher, module, name, sides, "output")
-        self._see_begin = partial(Before, watcher, module, name, sides, "input")
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -93,9 +91,10 @@ class Pair:
 
     def see_begin(self) -> None:
         """See calls begin as well from now on; those under way are seen to end as before."""
+        after = self._after
         if self._before is None:
-            self._before = self._see_begin()
-            self._after.begins = True
+            self._before = Before(after.watcher, self.module, self.name, after.sides, "input")
+            after.begins = True
             self._handles.insert(0, self.module.register_forward_pre_hook(self._before, with_kwargs=True))
 
 
@@ -267,5 +266,5 @@ class End(Hook):
         """Look at whatever a call returned, and count it if it has no number yet."""
         if number is None:
             number = next(step.calls[self.name])
-        if not (value is None and has_raised(frame)):
+        if not has_raised(frame, value):
             self.tell(step, number, leaves(value), value)

@@ -182,7 +182,7 @@ class Watcher:
         if is_compiling() or _tracing_state() is not None:
             return
         if _graph_task() >= 0:
-            if not self.idle and not (value is None and has_raised(frame)):
+            if not self.idle and not has_raised(frame, value):
                 self.sink.recomputed(hook.name)
             return
         outer = self.local.innermost()
@@ -206,7 +206,7 @@ class Watcher:
         if not step.idle:
             hook.look(step, frame, value)
         if not self.local.calls:
-            self.sink.end(step, failed=value is None and has_raised(frame))
+            self.sink.end(step, failed=has_raised(frame, value))
 
     def closed(self, hook: End, frame: FrameType, value: object) -> bool:
         """See the end of a call whose beginning was seen, if it was."""
@@ -217,12 +217,12 @@ class Watcher:
         _, step, number, _, special = call
         repeated = special is not None and special.repeated
         if repeated:
-            if not self.idle and not (value is None and has_raised(frame)):
+            if not self.idle and not has_raised(frame, value):
                 self.sink.recomputed(hook.name)
         elif not step.idle:
             hook.look(step, frame, value, number)
         if not calls and not repeated:
-            self.sink.end(step, failed=value is None and has_raised(frame))
+            self.sink.end(step, failed=has_raised(frame, value))
         return True
 
     def returned(self, hook: After, call: Call, value: object) -> None:

@@ -77,11 +77,9 @@ def launcher(function: int, device: int, stream: int, *, threads: int, shared: i
     def launch(*numbers: int) -> None:
         write(room, 0, *numbers)
         code = call(configured, function, pointers, None)
-        if code == _NO_CONTEXT:
-            _enter(device)
-            code = call(configured, function, pointers, None)
         if code:
-            raise RuntimeError(f"the driver refused to launch a kernel of {numbers[-1]} programs: CUDA error {code}")
+            what = f"to launch a kernel of {numbers[-1]} programs"
+            _insist(code, device, what, call, configured, function, pointers, None)
 
     return launch
 
@@ -95,13 +93,19 @@ def copying(device: int) -> Callable[[int, int, int, int], None]:
 
     def copy(to: int, source: int, size: int, stream: int) -> None:
         code = call(to, source, size, stream)
-        if code == _NO_CONTEXT:
-            _enter(device)
-            code = call(to, source, size, stream)
         if code:
-            raise RuntimeError(f"the driver refused a copy of {size} bytes to the host: CUDA error {code}")
+            _insist(code, device, f"a copy of {size} bytes to the host", call, to, source, size, stream)
 
     return copy
+
+
+def _insist(code: int, device: int, what: str, call: Any, *arguments: Any) -> None:
+    """Repeat a call once, if this thread was only new to the device, and raise otherwise."""
+    if code == _NO_CONTEXT:
+        _enter(device)
+        code = call(*arguments)
+    if code:
+        raise RuntimeError(f"the driver refused {what}: CUDA error {code}")
 
 
 def allow_captures() -> None:
