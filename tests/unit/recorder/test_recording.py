@@ -302,3 +302,24 @@ def test_an_interrupt_while_a_copy_is_waited_for_loses_nothing():
         model(torch.ones(1))
         assert [each.point.name for each in rec.take().records()] == [*"0123", *"0123"]
     assert rec.completeness.records == 8
+
+
+def test_what_is_left_is_asked_to_leave_so_that_the_next_call_need_not_wait_for_later_steps():
+    class Slow:
+        left = 0
+
+        def __call__(self):
+            return torch.ones(1)
+
+        def leave(self):
+            self.left += 1
+
+    model, slow = nn.Identity(), Slow()
+    with record(model, ".") as rec:
+        model(torch.ones(1))
+        point, moment, _, *rest = rec._pending[0]
+        rec._pending[0] = (point, moment, slow, *rest)
+        assert len(rec.take(leave=1)) == 0
+        assert slow.left == 1
+        assert len(rec.take()) == 1
+        assert slow.left == 1
