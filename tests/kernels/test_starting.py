@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.laws import assert_like_the_cpu, values
-from layerscope.points import Point
+from kernels.laws import assert_like_the_cpu, brought, values
+from layerscope import native
+from layerscope.points import Moment, Point
 from layerscope.recorder import devices, gathering, lanes
-from layerscope.recorder.gathering import Gathering
+from layerscope.recorder.gathering import Gathering, values_of
+from layerscope.recorder.recording import _Step
 from layerscope.recorder.taps import Request, Wish
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here to test with")
+GATES = native.load()
 
 PLACE = -1  # what torch calls the host
 
@@ -39,8 +42,8 @@ class Host:
         cargo.unload()
         cargo.finish()
 
-    def bring(self, *tensors):
-        return [tensor.clone().numpy() for tensor in tensors]
+    def bring(self, *lying):
+        return brought(*lying)
 
 
 @pytest.fixture
@@ -72,19 +75,30 @@ def statistics_of(*first, level):
     return statistics
 
 
+def together(statistics, tensors, level):
+    """What is taken of tensors all at once, None of those that cannot be; and the way for the next."""
+    basket = GATES.Basket(PLACE, list, list, 1 << 30, lanes.current_stream, lanes.is_capturing)
+    held = [basket.make(GATES.Pass(basket, Point("a"), level, None, {}), tensor) for tensor in tensors]
+    groups, odd, changed = GATES.sorted(held, PLACE)
+    ways = [statistics.start_all(level, dtype, group, GATES) for (_, dtype), group in groups.items()]
+    assert changed == []
+    assert {id(one) for one in odd} <= {id(one) for one in held if one.got is None}
+    return [one.got and one.got.part(one.place, one.dtype, one.shape) for one in held], ways
+
+
 @pytest.mark.parametrize("level", ["moments", "full"])
 def test_tensors_are_started_one_by_one_and_together_and_give_the_same_numbers(host, level):
     tensors = [values(dtype, size) for dtype in (torch.bfloat16, torch.int32) for size in (9, 3000)]
     statistics = statistics_of(tensors[0], tensors[2], level=level)
     alone = [statistics.start(tensor, level) for tensor in tensors]
-    together = statistics.start_all(tensors, level)
-    for one, other, tensor in zip(alone, together, tensors, strict=True):
+    at_once, _ = together(statistics, tensors, level)
+    for one, other, tensor in zip(alone, at_once, tensors, strict=True):
         one.leave()
         assert one.has_arrived
         assert other.has_arrived
         assert one.same_as(other)
         assert_like_the_cpu(other(), tensor, level=level)
-    assert not together[0].same_as(together[1])
+    assert not at_once[0].same_as(at_once[1])
 
 
 def test_what_cannot_be_taken_together_is_left_for_another_way(host, monkeypatch):
@@ -92,24 +106,25 @@ def test_what_cannot_be_taken_together_is_left_for_another_way(host, monkeypatch
     statistics = statistics_of(x, level="moments")
     odd = [x[::2], x[1:], x[:0], torch._neg_view(x), x.to(torch.complex64), torch.nn.Parameter(x)]
     assert [statistics.start(tensor, "moments") for tensor in odd] == [None] * len(odd)
-    found = statistics.start_all([*odd, x], "moments")
+    found, _ = together(statistics, [*odd, x], "moments")
     assert found[:-1] == [None] * len(odd)
     assert_like_the_cpu(found[-1](), x, level="moments")
-    assert statistics.start_all([x], "full") == [None]  # nobody has asked for that yet
+    assert together(statistics, [x], "full") == ([None], [None])  # nobody has asked for that yet
+    statistics.close()
     host.rooms = False
-    assert statistics.start_all([x], "moments") == [None]
-    host.rooms = True
+    statistics = statistics_of(x, level="moments")
+    assert together(statistics, [x], "moments")[0] == [None]
     monkeypatch.setattr(devices, "current_stream", lambda place: 7)
-    assert statistics.start_all([x], "moments") == [None]
+    assert together(statistics, [x], "moments")[0] == [None]
 
 
 def test_what_was_taken_of_a_float64_tensor_does_not_change_how_others_are_taken(host):
     x, y = values(torch.float32, 300), values(torch.float64, 300)
     statistics = statistics_of(x, y, level="full")
     assert statistics.start(y, "full") is None
-    alone, [together] = statistics.start(x, "full"), statistics.start_all([x], "full")
+    alone, ([at_once], _) = statistics.start(x, "full"), together(statistics, [x], "full")
     assert_like_the_cpu(alone(), x)
-    assert_like_the_cpu(together(), x)
+    assert_like_the_cpu(at_once(), x)
 
 
 def test_a_page_that_cannot_be_gathered_is_not_waited_for(host, monkeypatch):
@@ -131,25 +146,86 @@ def test_more_tensors_than_there_are_slots_are_taken_in_several_goes(host, monke
     statistics = statistics_of(tensors[0], level="moments")
     [desk] = statistics._desks.values()
     desk.slots.size = 3
-    found = statistics.start_all(tensors, "moments")
+    found, _ = together(statistics, tensors, "moments")
     statistics.close()
     for later, tensor in zip(found, tensors, strict=True):
         assert_like_the_cpu(later(), tensor, level="moments")
 
 
-def test_a_trial_is_lost_where_the_values_change_and_won_where_they_do_not(host):
-    x, y = values(torch.bfloat16, 100), values(torch.bfloat16, 100)
+@pytest.fixture
+def gathered(host):
+    """A gathering over real kernels, and what a hook does with it."""
+    x = values(torch.bfloat16, 100)
     statistics = statistics_of(x, level="moments")
-    gathered = Gathering(PLACE, lambda only, tensors: statistics.start_all(tensors, only), lambda point: None)
-    wish = Wish(summary=True, level="moments")
-    calm, restless = Request(Point("calm"), wish), Request(Point("restless"), wish)
-    gathered.begin()
+    kept = []
+
+    def take_all(only, dtype, held):
+        way = statistics.start_all(only, dtype, held, GATES)
+        if way is not None:
+            gathered.basket.aim(way)
+
+    gathered = Gathering(GATES, PLACE, take_all=take_all, alone=None, keep=kept.append, doubtful=lambda point: None)
+    gathered.statistics, gathered.due, gathered.kept = statistics, {}, kept
+    return gathered
+
+
+MOMENTS = Wish(summary=True, level="moments")
+
+
+def test_a_trial_is_lost_where_the_values_change_and_won_where_they_do_not(gathered):
+    x, y = values(torch.bfloat16, 100), values(torch.bfloat16, 100)
+    calm, restless = Request(Point("calm"), MOMENTS), Request(Point("restless"), MOMENTS)
+    gathered.begin(_Step(Moment(), requests=gathered.due))
     for request, tensor in ((calm, x), (restless, y)):
-        gathered.doubt(request, "moments", tensor, statistics.start(tensor, "moments"))
+        gathered.doubt(request, "moments", tensor, gathered.statistics.start(tensor, "moments"))
     y.data[7] += 1  # which torch does not count
     gathered.end()
-    gathered.begin()
+    gathered.begin(_Step(Moment(), requests=gathered.due))
     assert (list(calm.standing.proofs), restless.standing.never) == ([100], True)
-    held = gathered.hold(calm, "moments", x)
+    held = gathered.hold(calm, x, Moment())
+    assert gathered.hold(restless, y, Moment()) is None
     gathered.end()
-    assert_like_the_cpu(held(), x, level="moments")
+    assert_like_the_cpu(values_of(held), x, level="moments")
+
+
+def test_what_waits_goes_its_way_in_c_from_the_second_time_on_over_as_many_pages_as_it_takes(gathered, monkeypatch):
+    [desk] = gathered.statistics._desks.values()
+    desk.slots.size = 3
+    points = [Request(Point(f"p{number}"), MOMENTS) for number in range(7)]
+    rest = []
+    monkeypatch.setattr(gathered, "_take_all", lambda *a, take=gathered._take_all: (rest.append(a), take(*a)))
+    for step in range(5):
+        tensors = [values(torch.bfloat16, 100 + number) * (1 + step) for number in range(7)]
+        gathered.begin(_Step(Moment(step=step), requests=gathered.due))
+        for request, tensor in zip(points, tensors, strict=True):
+            if gathered.hold(request, tensor, Moment(step=step)) is None:
+                gathered.doubt(request, "moments", tensor, gathered.statistics.start(tensor, "moments"))
+        gathered.end()
+        if step:
+            held = gathered.kept[-7:]
+            gathered.statistics.close()
+            for one, tensor in zip(held, tensors, strict=True):
+                assert_like_the_cpu(values_of(one), tensor, level="moments")
+            break
+    assert len(rest) == 1  # the trial, which found the way
+
+
+def test_a_large_tensor_is_swept_as_it_appears_with_all_that_waits_and_once(gathered, monkeypatch):
+    monkeypatch.setattr(gathering, "_LARGEST", 400)
+    small, large, again = (Request(Point(name), MOMENTS) for name in ("small", "large", "again"))
+    for step in range(3):
+        x, y = values(torch.bfloat16, 100) + step, values(torch.bfloat16, 500) + step
+        gathered.begin(_Step(Moment(step=step), requests=gathered.due))
+        seen = []
+        for request, tensor in ((small, x), (large, y), (again, y)):
+            held = gathered.hold(request, tensor, Moment(step=step))
+            if held is None:
+                gathered.doubt(request, "moments", tensor, gathered.statistics.start(tensor, "moments"))
+            seen.append(held)
+        if step:
+            assert [one.tensor for one in seen] == [None] * 3
+            assert [one.twin for one in seen] == [None, None, seen[1]]
+            y.zero_()
+            for one, tensor in zip(seen, (x, values(torch.bfloat16, 500) + step), strict=False):
+                assert_like_the_cpu(values_of(one), tensor, level="moments")
+        gathered.end()

@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 import torch
 
-from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, values
+from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, brought, values
 from layerscope.stats.device import Gathered, Slots
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where it plays the device's arithmetic
@@ -27,15 +27,18 @@ def swept(tensors, *, level="full", together=False):
     if together:
         at = 0
         for dtype, group in groupby(there, lambda tensor: tensor.dtype):
-            entries, programs = slots.entries(dtype, ((tensor.data_ptr(), tensor.numel()) for tensor in group))
+            tile, most = slots.tiling(dtype)
+            tiles = [(tensor, -(-tensor.numel() // tile)) for tensor in group]
+            entries = [(tensor.data_ptr(), tensor.numel(), -(-count // most)) for tensor, count in tiles]
+            programs = max(-(-count // each) for (_, count), (_, _, each) in zip(tiles, entries, strict=True))
             table = torch.tensor(entries, device=DEVICE)
-            slots.starting_all(dtype)(at, table.data_ptr(), len(entries) // 3, programs)
-            at += len(entries) // 3
+            slots.starting_all(dtype)(at, table.data_ptr(), len(entries), programs)
+            at += len(entries)
     else:
         for index, tensor in enumerate(there):
             slots.starting(tensor.dtype)(index, tensor.data_ptr(), tensor.numel())
     sheet = slots.gather(len(there))
-    numbers = Gathered.read(sheet, lambda *parts: [part.cpu().numpy() for part in parts])
+    numbers = Gathered.read(sheet, brought)
     return [
         one.summary(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for one, tensor in zip(numbers, tensors, strict=True)
@@ -100,5 +103,5 @@ def test_slots_are_empty_again_after_they_were_gathered():
         tensor = torch.randn(300 + step) * 2.0 ** (20 * step)
         there = tensor.to(DEVICE)
         slots.starting(there.dtype)(0, there.data_ptr(), there.numel())
-        [numbers] = Gathered.read(slots.gather(1), lambda *parts: [part.cpu().numpy() for part in parts])
+        [numbers] = Gathered.read(slots.gather(1), brought)
         assert_like_the_cpu(numbers.summary("float32", tuple(tensor.shape)), tensor)

@@ -19,6 +19,7 @@ from layerscope.recorder import lanes
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.lanes import arriving, lane_of
 from layerscope.stats import summarize
+from layerscope.stats.device import Slots
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
@@ -350,9 +351,18 @@ def test_a_device_without_room_drops_counts_and_says_so(monkeypatch, caplog):
 def batches(monkeypatch):
     """How many tensors were taken together, each time."""
     seen = []
-    ferry, start_all = lanes.Lane.ferry, Statistics.start_all
-    monkeypatch.setattr(lanes.Lane, "ferry", lambda s, t, *a: (seen.append(len(t)), ferry(s, t, *a))[1])
-    monkeypatch.setattr(Statistics, "start_all", lambda s, t, *a: (seen.append(len(t)), start_all(s, t, *a))[1])
+    bring, starting_all = lanes.Lane._bring, Slots.starting_all
+
+    def counted(slots, dtype):
+        start = starting_all(slots, dtype)
+        return start and (
+            lambda first, entries, count, programs: (seen.append(count), start(first, entries, count, programs))
+        )
+
+    monkeypatch.setattr(
+        lanes.Lane, "_bring", lambda s, held, *a, **k: (seen.append(len(held)), bring(s, held, *a, **k))
+    )
+    monkeypatch.setattr(Slots, "starting_all", counted)
     return seen
 
 
@@ -368,7 +378,7 @@ def test_small_tensors_are_taken_together_at_the_end_of_the_step(keep, level, ba
             torch.cuda.synchronize()  # a trial is judged once its numbers are there
     for hook in hooks:
         hook.remove()
-    assert batches[-20:] == [6] * 20
+    assert batches.count(6) > 25  # of forty: not while they are tried, and now and then a page of slots is full
     for number, tensor in enumerate(taken):
         step, name = number // 6, str(number % 6)
         if keep == "tensor":

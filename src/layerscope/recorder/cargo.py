@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from layerscope.recorder.pinned import Room
 if TYPE_CHECKING:
     from layerscope.recorder.lanes import Lane
 
-__all__ = ["Arrival", "Bytes", "Cargo", "Carried", "Flight", "Lost", "Trip", "as_tensor", "flat"]
+__all__ = ["Arrival", "Bytes", "Cargo", "Carried", "Flight", "Landed", "Lost", "Trip", "as_tensor", "flat"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -228,6 +228,25 @@ class Flight(Cargo):
         self.held.clear()
         self.chunk = None
         self.finish()
+
+
+class Landed(NamedTuple):
+    """Where the copies of several tensors are, or will be."""
+
+    landing: Room
+    flight: Flight
+    room: Callable[[int], Bytes]
+
+    def leave(self) -> None:
+        """Have them leave, though nobody waits for them."""
+        self.flight.leave()
+
+    def part(self, place: int, dtype: torch.dtype, shape: torch.Size) -> Arrival:
+        """Return the copy that begins at a place."""
+        chunk, at, address = self.landing
+        arrival = Arrival(dtype, shape, self.room)
+        arrival.landing, arrival.cargo = (chunk, at + place, address + place), self.flight
+        return arrival
 
 
 def as_tensor(octets: Bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

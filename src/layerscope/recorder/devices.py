@@ -10,10 +10,10 @@ tensors are gathered by one more launch and leave together, by the device's lane
 from __future__ import annotations
 
 import logging
-import struct
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from layerscope.stats import Summary, summarize
 if TYPE_CHECKING:
     from layerscope.stats.device import Gathered, Level, Sheet, Start, StartAll
 
+    Held = Any  # of `native/gates.c`
     _Key = tuple[int, int, Level, bool]  # device, stream, level, and whether float64's buckets are wanted
 
 __all__ = ["Later", "Statistics"]
@@ -102,53 +103,43 @@ class Statistics:
         arrival = arriving(tensor, lambda size: np.empty(size, np.uint8))
         return lambda: summarize(arrival(), level=level)
 
-    def start_all(self, tensors: list[torch.Tensor], level: Level) -> list[Later | None]:
-        """Launch the reduction of many tensors, together, on the current stream; None of those that cannot be taken so.
+    def start_all(self, level: Level, dtype: torch.dtype, held: list[Held], gates: Any) -> Any | None:
+        """Launch the reduction of many tensors of one dtype, together, on the current stream; tell each where it is.
 
-        Those lie somewhere else, or not in order, or there is no page-locked memory to tell the device where they lie.
+        They lie plainly, on one device. Return the way in which the next ones go by themselves. Nothing is done where
+        nobody has asked for such statistics yet, or no page-locked memory is there to tell the device where they lie.
         """
-        found: list[Later | None] = [None] * len(tensors)
-        if not tensors:
-            return found
-        place = tensors[0].get_device()
+        place = held[0].tensor.get_device()
         desk = self._desks.get((place, current_stream(place), level, False))
-        if desk is None:
-            return found
-        groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
-        for number, tensor in enumerate(tensors):
-            if lies_plainly(tensor, desk.place):
-                address, count = tensor.data_ptr(), tensor.numel()
-                if address and not address % 16 and 0 < count < desk.most:
-                    groups.setdefault(tensor.dtype, []).append((number, address, count))
-        for dtype, group in groups.items():
-            together, name = desk.together(dtype), dtype_name(dtype)
-            while together is not None and group:
-                with self._lock:
-                    page = desk.page or self._opened(desk)
-                    first = page.aboard
-                    mine, group = group[: desk.slots.size - first], group[desk.slots.size - first :]
-                    if not self._launched_all(desk, page, together, dtype, mine):
-                        break
-                for index, (number, _, _) in enumerate(mine, first):
-                    found[number] = Later(page, index, name, tensors[number].shape)
-        return found
+        together = None if desk is None else desk.together(dtype)
+        if desk is None or together is None:
+            return None
+        slots, done = desk.slots.size, 0
+        while done < len(held) and self._turn(desk):
+            with self._lock:
+                page = desk.page
+                if page is None or page.aboard == slots:  # another thread has been quicker
+                    continue
+                first, count = page.aboard, min(len(held) - done, slots - page.aboard)
+                page.aboard += count  # first of all: an interrupt must not use a slot twice
+                page.over = False
+                address = page.table + 24 * first
+                programs = gates.swept(held, done, done + count, address, *desk.slots.tiling(dtype), page, first)
+                together(first, address, count, programs)
+                done += count
+        turn = partial(self._turn, desk)
+        return gates.Way(level, dtype, self._lock, desk, together, turn, slots, *desk.slots.tiling(dtype))
 
-    def _launched_all(
-        self, desk: _Desk, page: _Page, together: StartAll, dtype: torch.dtype, group: list[tuple[int, int, int]]
-    ) -> bool:
-        entries, programs = desk.slots.entries(dtype, ((address, count) for _, address, count in group))
-        room = desk.lane.room(8 * len(entries))
-        if room is None:
-            return False
-        chunk, at, address = room
-        struct.pack_into(f"{len(entries)}q", chunk.data, at, *entries)
-        first, page.aboard = page.aboard, page.aboard + len(group)  # first of all: an interrupt must not use it twice
-        page.reads.append(chunk)
-        page.over = False
-        together(first, address, len(group), programs)
-        if page.aboard == desk.slots.size:
+    def _turn(self, desk: _Desk) -> bool:
+        """See to it that there is a page with a slot that is free, and a table; whether there is."""
+        with self._lock:
+            return self._page(desk).table != 0
+
+    def _page(self, desk: _Desk) -> _Page:
+        """Return the page of a desk, another one if all its slots are taken."""
+        if desk.page is not None and desk.page.aboard == desk.slots.size:
             self._send(desk)
-        return True
+        return desk.page or self._opened(desk)
 
     def fetch(self) -> None:
         """Hear that a step has ended: what is waited for from now on leaves at once."""
@@ -207,12 +198,10 @@ class Statistics:
         begin, name = known
         try:
             with self._lock:
-                page = desk.page or self._opened(desk)
+                page = self._page(desk)
                 index, page.aboard = page.aboard, page.aboard + 1  # first of all: an interrupt must not use it twice
                 page.over = False
                 begin(index, address, count)
-                if page.aboard == desk.slots.size:
-                    self._send(desk)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -227,6 +216,10 @@ class Statistics:
                     self._send(desk)
 
         page = desk.page = _Page(desk.lane, desk.origin, leave)
+        room = desk.lane.room(24 * desk.slots.size)
+        if room is not None:
+            chunk, _, page.table = room
+            page.reads.append(chunk)
         return page
 
     def _desk_of(self, key: _Key, where: torch.device) -> _Desk:
@@ -281,11 +274,16 @@ class _Page(Carried):
         super().__init__(lane, origin)
         self.sheet: Sheet | None = None
         self.gathered: Gathered | None = None
-        self.reads: list[Any] = []  # memory of the host that launches read from
+        self.table = 0  # where launches are told where many tensors lie
+        self.reads: list[Any] = []  # the memory of the host that it is in
         self._send = leave
 
     def leave(self) -> None:
         self._send()
+
+    def part(self, place: int, dtype: torch.dtype, shape: torch.Size) -> Later:
+        """Return the numbers in one of the slots."""
+        return Later(self, place, dtype_name(dtype), shape)
 
     def unload(self) -> None:
         from layerscope.stats.device import Gathered

@@ -1,73 +1,93 @@
 """Take a step's small tensors together when it ends, where that is known to give the same values.
 
-    gathering.begin()                                   # a step
-    held = gathering.hold(request, only, tensor)        # in a hook: None where the tensor must be taken at once
-    gathering.end()                                     # held() waits for the values from here on
+    gathering.begin(step)                               # a step
+    held = gathering.hold(request, tensor, moment)      # in a hook: None where the tensor must be taken at once
+    gathering.end()                                     # values_of(held) waits for the values from here on
 
 A launch or a copy for each tensor costs more than the hook itself where a model waits for Python; one for all of them
 costs little. But what the model changes in place before the step ends is gone then. So each point is tried first: its
 tensor is taken as it appears and once more at the end of the step. If both agree to the bit, and torch counts no change
 in place, the point's tensors of that size are held back from the next step on, up to 64 MB of them. A later change that
 torch counts is noticed: that one record is lost, which is said, and the point is never held back again. One that torch
-does not count (a kernel of one's own, a collective) is noticed when the point is tried again, after 16, 32, ... and at
-last every 256 steps; the records in between are then said to be in doubt.
+does not count (a kernel of one's own, a collective) is noticed when the point is tried again, after 32, 64, ... and at
+last every 512 steps; the records in between are then said to be in doubt.
+
+What may wait passes by in C (`native/gates.c`), most of it without a line of Python.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 
-from layerscope.points import Point
-from layerscope.recorder.cargo import Arrival, Lost
+from layerscope.points import Moment, Point
+from layerscope.recorder.cargo import Lost
 from layerscope.recorder.copying import undisturbed
-from layerscope.recorder.devices import Later
 from layerscope.recorder.lanes import current_stream, is_capturing
 from layerscope.recorder.taps import Only, Request
 
-__all__ = ["Gathering", "Held"]
+__all__ = ["Gathering", "Held", "leave_behind", "values_of"]
 
-_MOST = 64 << 20  # bytes that are held at a time, half of them in doubt
+Held = Any  # of `native/gates.c`, where its parts are listed
+
+_MOST = 60 << 20  # bytes that are held at a time, and no more than one tensor over that
+_DOUBTED = 48 << 20  # bytes of these that may be in doubt
 _SIZES = 8  # of one point's tensors that are told apart
-_SOON, _SELDOM = 16, 256  # steps after which a point that may wait is tried again
-_LARGEST = {"moments": 4 << 20, "full": 4 << 20, "tensor": 64 << 10}  # a larger one is worth a launch of its own
+_SOON, _SELDOM = 32, 512  # steps after which a point that may wait is tried again
+_LARGEST = 4 << 20  # bytes; a larger one is taken as it appears
+_FOREVER = 1 << 62  # steps
 
-TakeAll = Callable[[Only, list[torch.Tensor]], list[Any]]  # what of each, of which tensors
+TakeAll = Callable[[Only, torch.dtype, list[Held]], None]  # has all that can be taken together know where it is
+Found = tuple[dict[tuple[Only, torch.dtype], list[Held]], list[Held], list[Held]]  # together, odd, changed
+Alone = Callable[[Only, torch.Tensor], Callable[[], Any]]
 
 
-class Proof:
-    """That a point's tensors of one size may wait, for so many steps."""
+def values_of(held: Held) -> Any:
+    """Wait for the values of a tensor that was held back."""
+    return _part(held)()
 
-    __slots__ = ("is_good", "size", "step", "steps", "until")
 
-    def __init__(self, size: int, until: int) -> None:
-        self.size = size  # bytes that one keeps from being used again
-        self.until = until
-        self.steps = 0  # since it was tried
-        self.step = -1  # the last one in which it was asked for
-        self.is_good = True  # in that step: it is tried again with all its calls, or with none
+def leave_behind(held: Held) -> None:
+    """Have the values fetched, though nobody waits for them."""
+    got = (held.twin or held).got
+    if hasattr(got, "leave"):
+        got.leave()
 
-    def holds(self, step: int) -> bool:
-        """Whether tensors may wait in this step."""
-        if self.step != step:
-            self.step = step
-            self.steps += 1
-            self.is_good = self.steps <= self.until
-        return self.is_good
+
+def _part(held: Held) -> Any:
+    first = held.twin or held  # of those that saw the same tensor
+    if first.part is None:
+        if first.got is None:
+            raise Lost(
+                "it was changed in place between its hook and the end of the step, which it never was before, or the "
+                "step was broken off"
+            )
+        first.part = first.got.part(first.place, first.dtype, first.shape)
+    return first.part
+
+
+class _Single(NamedTuple):
+    """What was taken of a tensor by itself, for it does not lie as the others do."""
+
+    got: Callable[[], Any]
+
+    def part(self, place: int, dtype: torch.dtype, shape: torch.Size) -> Callable[[], Any]:
+        """Return the only part there is."""
+        return self.got
 
 
 class Standing:
     """What is known of one point: which sizes may wait, and what is being tried."""
 
-    __slots__ = ("never", "passed", "proofs", "refused", "stagger", "trials")
+    __slots__ = ("leave", "never", "passed", "proofs", "refused", "stagger", "trials")
 
     def __init__(self, stagger: int) -> None:
-        self.proofs: dict[int, Proof] = {}  # by the number of items
+        self.leave: Any = None  # the pass that lets its tensors wait
+        self.proofs: dict[int, int] = {}  # by the number of items: for how many steps they may
         self.passed: list[tuple[int, int]] = []  # items and bytes, of trials in a step that is not judged to its end
         self.trials = 0  # that nobody has judged yet
         self.refused = -1  # the step in which not all of its calls could be tried
@@ -78,8 +98,9 @@ class Standing:
         """Never have a tensor of this point wait."""
         self.never = True
         self.proofs.clear()
+        self.leave.deny()
 
-    def judge(self, items: int, size: int, *, same: bool) -> None:
+    def judge(self, items: int, size: int, step: int, *, same: bool) -> None:
         """Hear how a trial ended; they count together, because a point may have been called several times in a step."""
         self.trials -= 1
         self.passed.append((items, size))
@@ -88,75 +109,74 @@ class Standing:
         if not self.trials:
             for count, octets in dict(self.passed).items() if not self.never else ():
                 before = self.proofs.get(count)
-                until = _SOON + self.stagger if before is None else min(2 * before.until, _SELDOM)
-                self.proofs[count] = Proof(octets, until)
+                steps = _SOON + self.stagger if before is None else min(2 * before, _SELDOM)
+                self.proofs[count] = steps
+                self.leave.allow(count, octets, step + steps - 1, False)
             self.passed.clear()
-
-
-class Held:
-    """A tensor that is taken when the step ends."""
-
-    __slots__ = ("address", "got", "only", "standing", "tensor", "version")
-
-    def __init__(self, standing: Standing, only: Only, tensor: torch.Tensor, version: int, address: int) -> None:
-        self.standing = standing
-        self.only = only
-        self.tensor: torch.Tensor | None = tensor
-        self.version = version
-        self.address = address
-        self.got: Callable[[], Any] | None = None
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether torch knows of no change: neither of the values, nor of where they lie."""
-        tensor = self.tensor
-        return tensor is not None and tensor._version == self.version and tensor.data_ptr() == self.address
-
-    def __call__(self) -> Any:
-        """Wait for the values."""
-        if self.got is None:
-            raise Lost(
-                "it was changed in place between its hook and the end of the step, which it never was before, or the "
-                "step was broken off"
-            )
-        return self.got()
-
-    def leave(self) -> None:
-        """Have the values fetched, though nobody waits for them."""
-        leave = getattr(self.got, "leave", None)
-        if leave is not None:
-            leave()
 
 
 class _Doubt(NamedTuple):
     """A tensor of a point that is tried, the bytes it keeps from being used again, and what was taken of it at once."""
 
     held: Held
-    point: Point
     size: int
     got: Any
+
+    @property
+    def standing(self) -> Standing:
+        standing: Standing = self.held.pass_.standing
+        return standing
+
+
+class _Trial(NamedTuple):
+    """What was taken of one tensor twice."""
+
+    doubt: _Doubt
+    later: Any
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether both can be looked at."""
+        return bool(self.doubt.got.has_arrived and self.later.has_arrived)
+
+    def is_same(self) -> bool:
+        """Whether both are alike; not if one of them never came."""
+        try:
+            return bool(self.doubt.got.same_as(self.later))
+        except Exception:
+            return False
 
 
 class Gathering:
     """What one thread's steps hold back on one device; another thread's tensors are taken at once.
 
-    `doubtful` is told of a point that turned out to be changed in a way that torch does not count.
+    `keep` is given all that is held back, in order; `doubtful` is told of a point that turned out to be changed in a
+    way that torch does not count.
     """
 
-    def __init__(self, place: int, take_all: TakeAll, doubtful: Callable[[Point], None]) -> None:
+    def __init__(
+        self,
+        gates: Any,
+        place: int,
+        *,
+        take_all: TakeAll,
+        alone: Alone,
+        keep: Callable[[Held], None],
+        doubtful: Callable[[Point], None],
+    ) -> None:
         self.place = place
+        self.basket = gates.Basket(place, keep, self._rest, _MOST, current_stream, is_capturing)
+        self._gates = gates
         self._take_all = take_all
+        self._alone = alone
         self._doubtful = doubtful
         self._thread: int | None = None
         self._step = 0
         self._points = 0
         self._stream = -1
         self._origin: torch.cuda.Stream | None = None
-        self._basket: deque[Held] = deque()
         self._doubts: list[_Doubt] = []
-        self._trials: deque[tuple[Standing, Point, int, int, Any, Any]] = deque()  # items, bytes, what was taken twice
-        self._bytes = 0  # of what is held back
-        self._doubted = 0  # and of what is in doubt
+        self._trials: deque[_Trial] = deque()
 
     @property
     def is_mine(self) -> bool:
@@ -166,10 +186,11 @@ class Gathering:
     def give_up(self) -> None:
         """Hold nothing back any more."""
         self._thread = -1
+        self.basket.shut()
         self._trials.clear()
 
-    def begin(self) -> None:
-        """Begin a step, and judge the points whose trial is over."""
+    def begin(self, step: Any) -> None:
+        """Begin a step, and judge the points whose trial is over; None is a step in which nothing may wait."""
         if not self.is_mine:
             return
         self._leave_nothing()
@@ -178,34 +199,18 @@ class Gathering:
         stream = -1 if is_capturing() else current_stream(self.place)
         if stream != self._stream:
             self._stream = stream
+            self.basket.aim(None)
             self._origin = None if stream == -1 else torch.cuda.current_stream(self.place)
         if self._trials and stream != -1:  # to ask whether something has arrived would spoil a capture
             with undisturbed():
                 self._judge()
+        if step is not None and stream != -1:
+            self.basket.open(step, self._step, stream)
 
-    def hold(self, request: Request, only: Only, tensor: torch.Tensor) -> Held | None:
-        """Hold a tensor back, if its point may be; every line counts where a model waits for Python."""
+    def hold(self, request: Request, tensor: torch.Tensor, moment: Moment) -> Held | None:
+        """Hold a tensor back, if its point may be."""
         standing: Standing | None = request.standing
-        proof = None if standing is None else standing.proofs.get(tensor.numel())
-        if (
-            proof is None
-            or not proof.holds(self._step)
-            or current_stream(self.place) != self._stream
-            or get_ident() != self._thread
-            or tensor.get_device() != self.place
-            or (self._stream and is_capturing())  # the default stream never is
-        ):
-            return None
-        assert standing is not None
-        try:
-            held = Held(standing, only, tensor, tensor._version, tensor.data_ptr())
-        except RuntimeError:  # an inference tensor counts no changes
-            return None
-        self._basket.append(held)
-        self._bytes += proof.size
-        if self._bytes > _MOST // 2:
-            self.flush()
-        return held
+        return None if standing is None else self.basket.hold(standing.leave, tensor, moment)
 
     def doubt(self, request: Request, only: Only, tensor: torch.Tensor, got: Any) -> None:
         """Hold a tensor that was taken at once, to try whether that can wait; `got` is None if it could not be.
@@ -213,122 +218,117 @@ class Gathering:
         A point is tried with all its calls of a step, or not at all.
         """
         standing: Standing | None = request.standing
-        if not request.gathers or (standing is not None and (standing.never or standing.trials)):
+        step = self.basket.step if self.is_mine else None
+        if not request.gathers or (standing is not None and standing.trials):
             return
         if standing is None:
+            if step is None:
+                return
             standing = request.standing = Standing(self._points % _SOON)
+            standing.leave = self._gates.Pass(self.basket, request.point, only, standing, step.requests)
             self._points += 1
         size = 0 if got is None else tensor.untyped_storage().nbytes()  # of the whole that it may be a view of
-        if got is None or not self._can_try(standing, only, tensor, size):
+        if only != "tensor" and (standing.never or size > _LARGEST):
+            if size:
+                standing.leave.allow(tensor.numel(), size, _FOREVER, True)
+        elif got is None or step is None or not self._can_try(standing, tensor, size):
             standing.refused = self._step
-            return
-        held = Held(standing, only, tensor, tensor._version, tensor.data_ptr())
-        self._doubts.append(_Doubt(held, request.point, size, got))
-        self._doubted += size
+        else:
+            self._doubts.append(_Doubt(self.basket.make(standing.leave, tensor), size, got))
+            if not any(other.held.tensor is tensor for other in self._doubts[-8:-1]):
+                self.basket.doubted += size
 
-    def _can_try(self, standing: Standing, only: Only, tensor: torch.Tensor, size: int) -> bool:
-        if size > _LARGEST[only] or self._doubted + size > _MOST // 2 or tensor.is_inference():
+    def _can_try(self, standing: Standing, tensor: torch.Tensor, size: int) -> bool:
+        if standing.never or size > _LARGEST or self.basket.doubted + size > _DOUBTED or tensor.is_inference():
             return False
         if len(standing.proofs) >= _SIZES and tensor.numel() not in standing.proofs:
             return False
-        if not self.is_mine or current_stream(self.place) != self._stream:
-            return False
-        address = tensor.data_ptr()
-        return address != 0 and address % 16 == 0
+        return bool(current_stream(self.place) == self._stream)
 
     def end(self) -> None:
         """Take what was held back, and once more what is in doubt."""
         if not self.is_mine:
             return
+        self.basket.shut()
         self.flush()
-        doubts, self._doubts, self._doubted = self._doubts, [], 0
+        if not self._doubts:
+            return
+        doubts, self._doubts = self._doubts, []
+        self.basket.doubted = 0
+        held = [one.held for one in doubts]
         try:
-            for held, *_ in doubts:
-                if not held.is_intact:
-                    held.standing.deny()
-            tried = [one for one in doubts if self._is_tried(one.held.standing)]
-            self._take([held for held, *_ in tried])
-            for held, *_ in tried:
-                if not isinstance(held.got, (Later, Arrival)):
-                    held.standing.refused = self._step
-            for held, point, size, got in tried:
-                tensor, later = held.tensor, held.got
-                if self._is_tried(held.standing) and isinstance(later, (Later, Arrival)) and tensor is not None:
-                    held.standing.trials += 1
-                    self._trials.append((held.standing, point, tensor.numel(), size, got, later))
-                    got.leave()
-                    later.leave()
+            self._take(self._gates.sorted(held, self.place), wanted=self._is_tried)
+            for one in doubts:
+                if one.held.got is None or isinstance(one.held.got, _Single):
+                    one.standing.refused = self._step
+            for one in doubts:
+                if self._is_tried(one.standing):
+                    one.standing.trials += 1
+                    self._trials.append(_Trial(one, _part(one.held)))
+                    one.got.leave()
+                    leave_behind(one.held)
         finally:
-            for held, *_ in doubts:
-                held.tensor = None
+            self._gates.release(held)
 
     def _is_tried(self, standing: Standing) -> bool:
         return not standing.never and standing.refused != self._step
 
     def flush(self) -> None:
         """Take what was held back until now."""
-        held: list[Held] = []
-        with suppress(IndexError):  # another thread may be flushing too
-            while self._basket:
-                held.append(self._basket.popleft())
+        left = self.basket.sweep()
+        if left is not None:
+            self._rest(left)
+
+    def _rest(self, left: tuple[list[Held], Found]) -> None:
+        """Take what there was no way for yet."""
+        held, found = left
         try:
-            for one in held:
-                if not one.is_intact:
-                    one.tensor = None
-                    one.standing.deny()
-            self._take([one for one in held if one.tensor is not None])
+            self._take(found)
         finally:
-            for one in held:
-                one.tensor = None
-            self._bytes = 0
+            self._gates.release(held)
 
     def close(self) -> None:
         """Take what is held back, whoever's it is, and let go of the rest."""
+        self.basket.shut()
         self.flush()
         self._doubts.clear()
         self._trials.clear()
 
     def _leave_nothing(self) -> None:
         """Take what an interrupt left, and forget what it left in doubt."""
-        if self._basket:
-            self.flush()
-        for held, *_ in self._doubts:
-            held.tensor = None
-        self._doubts.clear()
-        self._doubted = 0
+        self.basket.shut()
+        self.flush()
+        if self._doubts:
+            self._gates.release([one.held for one in self._doubts])
+            self._doubts.clear()
+        self.basket.doubted = 0
 
     def _judge(self) -> None:
-        while self._trials:
-            standing, point, items, size, at_once, later = self._trials[0]
-            if not (at_once.has_arrived and later.has_arrived):
-                return
-            self._trials.popleft()
-            waited = items in standing.proofs
-            try:
-                same = at_once.same_as(later)
-            except Exception:  # one of them never came
-                standing.judge(items, size, same=False)
-                continue
-            standing.judge(items, size, same=same)
+        while self._trials and self._trials[0].has_arrived:
+            trial = self._trials.popleft()
+            held, size, _ = trial.doubt
+            standing, waited, same = trial.doubt.standing, held.items in trial.doubt.standing.proofs, trial.is_same()
+            standing.judge(held.items, size, self._step, same=same)
             if waited and not same:
-                self._doubtful(point)
+                self._doubtful(held.pass_.point)
 
-    def _take(self, held: list[Held]) -> None:
+    def _take(self, found: Found, *, wanted: Callable[[Standing], bool] = lambda standing: True) -> None:
         """Take each tensor once, whoever saw it, on the stream it was made on."""
-        if held and self._origin is not None and current_stream(self.place) != self._stream:
+        if self._origin is not None and current_stream(self.place) != self._stream:
             with torch.cuda.stream(self._origin):
-                self._take_here(held)
+                self._take_here(found, wanted)
         else:
-            self._take_here(held)
+            self._take_here(found, wanted)
 
-    def _take_here(self, held: list[Held]) -> None:
-        for only in {one.only for one in held}:
-            numbers: dict[int, int] = {}
-            tensors: list[torch.Tensor] = []
-            those = [one for one in held if one.only == only and one.tensor is not None]
-            for one in those:
-                if numbers.setdefault(id(one.tensor), len(tensors)) == len(tensors):
-                    tensors.append(one.tensor)  # type: ignore[arg-type]
-            got = self._take_all(only, tensors) if tensors else []
-            for one in those:
-                one.got = got[numbers[id(one.tensor)]]
+    def _take_here(self, found: Found, wanted: Callable[[Standing], bool]) -> None:
+        together, odd, changed = found
+        for one in changed:
+            one.pass_.standing.deny()
+        for (only, dtype), group in together.items():
+            those = [one for one in group if wanted(one.pass_.standing)]
+            if those:
+                self._take_all(only, dtype, those)
+                odd += (one for one in those if one.got is None)
+        for one in odd:
+            if wanted(one.pass_.standing):
+                one.got = _Single(self._alone(one.pass_.kind, one.tensor))

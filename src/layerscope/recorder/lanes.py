@@ -11,7 +11,6 @@ to copy to memory that is not page-locked would hold up every launch of the proc
 from __future__ import annotations
 
 import logging
-import struct
 import threading
 import time
 from collections import deque
@@ -25,9 +24,9 @@ import numpy as np
 import torch
 
 from layerscope.errors import Unsupported
-from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Lost, Trip, as_tensor, flat
+from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Landed, Lost, Trip, as_tensor, flat
 from layerscope.recorder.pinned import Pinned, Room
-from layerscope.stats.driver import Launch, allow_captures, copying, why_no_driver
+from layerscope.stats.driver import Launch, allow_captures, copy_address, copying, why_no_driver
 from layerscope.stats.launching import why_not
 
 __all__ = [
@@ -39,6 +38,8 @@ _log = logging.getLogger("layerscope")
 _STAGE = 16 << 20
 _MOST = 2 << 30  # bytes of clones a device holds at most, if a quarter of its free memory is not less
 _TOGETHER = 256 << 20  # bytes of clones that leave before anybody has asked for one, if a quarter of that is not less
+_TINY = 64 << 10  # bytes that a kernel brings as fast as the copy engine, together with others
+_SHARE = 16 << 20  # bytes that are given room together
 _SMALL = 2 << 20  # bytes that the model's own stream copies: 40 us at most, and the copy needs no clone
 _BOUND = 10.0  # seconds that a hook waits for room on the device, at most
 
@@ -164,11 +165,7 @@ class Lane:
             room = None if self.pinned is None else self.pinned.room(size)
             if room is None:
                 return False
-            flight = self._flight
-            if flight is None or flight.raw != raw:
-                flight = self._began(raw)
-            if flight.chunk is not room[0]:
-                flight.hold(room[0])
+            flight = self._boarding(room[0], raw)
             self._copy(room[2], address, size, raw)  # type: ignore[misc]  # it is there if memory is
             arrival.landing, arrival.cargo = room, flight
             flight.aboard += 1
@@ -182,46 +179,45 @@ class Lane:
         if self.pinned is not None and not why_not():
             ferrying(self._device)
 
-    def ferry(self, tensors: list[torch.Tensor], room: Callable[[int], Bytes]) -> list[Arrival | None]:
-        """Bring small tensors to the host in one launch on the current stream; None of those that cannot."""
-        found: list[Arrival | None] = [None] * len(tensors)
-        flown = [number for number, tensor in enumerate(tensors) if self._can_ferry(tensor)]
-        if not flown or why_not():
-            return found
-        raw = current_stream(self.place)
-        places, end = [], 64 * -(-24 * len(flown) // 64)  # of the tensors, behind the entries
-        for number in flown:
-            places.append(end)
-            end += tensors[number].nbytes + 63 & -64
-        with self._lock:
-            there = None if self.pinned is None else self.pinned.room(end)
-            if there is None:
-                return found
-            chunk, at, address = there
-            flight = self._flight
-            if flight is None or flight.raw != raw:
-                flight = self._began(raw)
-            if flight.chunk is not chunk:
-                flight.hold(chunk)
-            entries: list[int] = []
-            largest = 0
-            for number, place in zip(flown, places, strict=True):
-                tensor = tensors[number]
-                entries += (tensor.data_ptr(), address + place, tensor.nbytes)
-                largest = max(largest, tensor.nbytes)
-                arrival = found[number] = Arrival(tensor.dtype, tensor.shape, room)
-                arrival.landing, arrival.cargo = (chunk, at + place, address + place), flight
-            struct.pack_into(f"{len(entries)}q", chunk.data, at, *entries)
-            self._ferry(address, len(flown), largest, raw)
-            flight.aboard += len(flown)
-            flight.over = False
-        return found
+    def ferry(self, held: list[Any], width: int, room: Callable[[int], Bytes], gates: Any) -> None:
+        """Bring tensors with items of one width to the host on the current stream, and tell each where it will be.
 
-    def _can_ferry(self, tensor: torch.Tensor) -> bool:
-        if not lies_plainly(tensor, self.place) or not tensor.numel():
-            return False
-        address = tensor.data_ptr()
-        return address != 0 and address % 16 == 0
+        They lie plainly on this device. Small ones go in one launch, others by the copy engine. Nothing is done where
+        no page-locked memory is free.
+        """
+        small = [one for one in held if one.items * width <= _TINY]
+        if small and not why_not():
+            self._bring(small, width, room, gates, by_kernel=True)
+        large = [one for one in held if one.got is None]
+        while large:  # not more at a time than leaves a chunk of page-locked memory full in the end
+            some = max(1, _SHARE // (large[0].items * width))
+            self._bring(large[:some], width, room, gates, by_kernel=False)
+            large = large[some:]
+
+    def _bring(self, held: list[Any], width: int, room: Callable[[int], Bytes], gates: Any, *, by_kernel: bool) -> None:
+        raw = current_stream(self.place)
+        with self._lock:
+            there = None if self.pinned is None else self.pinned.room(gates.room_for(held, width))
+            if there is None:
+                return
+            flight = self._boarding(there[0], raw)
+            flight.aboard += len(held)
+            flight.over = False
+            landed = Landed(there, flight, room)
+            if by_kernel:
+                largest = gates.ferried(held, width, there[2], landed)
+                self._ferry(there[2], len(held), largest, raw)
+            else:
+                gates.copied(held, width, there[2], landed, copy_address(), raw)
+
+    def _boarding(self, chunk: Bytes, raw: int) -> Flight:
+        """Return the flight that is being loaded for a stream, and have it hold on to the chunk."""
+        flight = self._flight
+        if flight is None or flight.raw != raw:
+            flight = self._began(raw)
+        if flight.chunk is not chunk:
+            flight.hold(chunk)
+        return flight
 
     def _ferry(self, entries: int, count: int, largest: int, raw: int) -> None:
         from layerscope.recorder.ferrying import BLOCK, ferrying
@@ -242,10 +238,7 @@ class Lane:
         if self._held + size > self._most:
             self._depart()
             self._make_room(size)
-        flight = self._flight
-        if flight is None or flight.raw != raw:
-            flight = self._began(raw)
-        flight.hold(room[0])
+        flight = self._boarding(room[0], raw)
         clone = tensor.clone(memory_format=torch.contiguous_format)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(flight.origin)
@@ -367,11 +360,27 @@ class Lane:
                 np.copyto(target, source[: target.size])
             staged.clear()
 
-    def bring(self, *tensors: torch.Tensor) -> list[np.ndarray[Any, Any]]:
-        """Return contiguous tensors of plain numbers as arrays; in the lane's thread."""
-        hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
-        self.copy([(tensor, flat(host).numpy()) for tensor, host in zip(tensors, hosts, strict=True)])
-        return [host.numpy() for host in hosts]
+    def bring(self, *lying: tuple[int, int]) -> list[Bytes]:
+        """Return what lies at addresses of the device, so many bytes at each; in the lane's thread.
+
+        A model that waits for Python waits for this thread too, each time it lets go of the interpreter and wants it
+        back: so it calls the driver, and waits once for each stage that is full.
+        """
+        assert self._copy is not None  # there are no statistics on a device without the driver
+        stage, found = self._stage.numpy(), [np.empty(size, np.uint8) for _, size in lying]
+        parts = [(n, at, min(size - at, _STAGE)) for n, (_, size) in enumerate(lying) for at in range(0, size, _STAGE)]
+        while parts:
+            used, going = 0, []
+            while parts and used + parts[0][2] <= _STAGE:
+                number, at, size = parts.pop(0)
+                self._copy(self._stage.data_ptr() + used, lying[number][0] + at, size, self._stream.cuda_stream)
+                going.append((found[number][at : at + size], stage[used : used + size]))
+                used += size
+            self._arrived.record(self._stream)
+            self._arrived.synchronize()
+            for target, source in going:
+                target[:] = source
+        return found
 
     def _carry(self) -> None:
         torch.cuda.set_device(self._device)

@@ -26,7 +26,7 @@ from layerscope.recorder.about import about
 from layerscope.recorder.cargo import Lost
 from layerscope.recorder.clock import Clock
 from layerscope.recorder.copying import undisturbed
-from layerscope.recorder.gathering import Held
+from layerscope.recorder.gathering import Held, leave_behind, values_of
 from layerscope.recorder.ledger import Ledger
 from layerscope.recorder.taking import Look, Taken, Taking
 from layerscope.recorder.taps import Keep, Level, Only, Plan, Request, Wish, plan, schedule_of, taps_of
@@ -198,11 +198,12 @@ class Recording:
         self._ledger = Ledger()
         self._lock = threading.Lock()
         self._step: _Step | None = None
-        self._pending: deque[_Waiting] = deque()
+        self._pending: deque[_Waiting | Held] = deque()
         self._taking = Taking(
             in_memory=self.to is None,
             listened=listener is not None,
             budget=settings.budget,
+            keep=self._pending.append,
             doubtful=self._doubt,
         )
         self._clock = Clock()
@@ -282,6 +283,8 @@ class Recording:
         belongs to it until the next call of `moment`. `note` is kept beside every record until then.
         """
         self._note = note
+        if note:
+            self._taking.shut()  # what is seen in the rest of a step has a note of its own
         self._clock.set(epoch=epoch, step=step, batch=batch)
 
     def flush(self) -> None:
@@ -355,8 +358,12 @@ class Recording:
                 self._step = _Step(moment, idle=not any(due), due=due, requests=requests, whole=self._whole)
             step = self._step
         self._ledger.began(step.due)
-        self._taking.begin()
+        self._taking.begin(None if step.idle or step.whole or self._note else step)
         return step
+
+    def gate(self, module: torch.nn.Module, name: str, local: Any) -> Any | None:
+        """Return what lets the usual calls of a hook pass."""
+        return self._taking.gate(module, name, local)
 
     def _due(self, moment: Moment) -> tuple[bool, ...]:
         try:
@@ -381,16 +388,16 @@ class Recording:
         *,
         call: int,
         note: Mapping[str, str] | None = None,
-    ) -> None:
-        """Keep what the taps that are due want of this tensor."""
+    ) -> Any | None:
+        """Keep what the taps that are due want of this tensor; return what lets the next ones pass, if anything may."""
         request = step.requests.get(id(point)) or self._plan.request(step.due, point)
         if request.wish is None:
             self._ledger.passed(point)
-            return
+            return None
         try:
             only = request.only if self._taking.quick and not (note or self._note or _function_modes()) else None
             if only is not None and self._kept_quickly(step, request, only, tensor, call):
-                return
+                return None if request.standing is None else request.standing.leave
             if _dispatch_modes() or _function_modes() or _inference_mode():
                 with undisturbed():
                     self._keep(step, request, request.wish, tensor, call, note)
@@ -400,6 +407,7 @@ class Recording:
             self._lose(point, step.at(call), error)
         except Exception as error:
             self.failed(point, error)
+        return None
 
     def _lose(self, point: Point, moment: Moment, error: Exception) -> None:
         home = self._writer or self._memory
@@ -431,11 +439,13 @@ class Recording:
 
     def _kept_quickly(self, step: _Step, request: Request, only: Only, tensor: torch.Tensor, call: int) -> bool:
         """Keep one thing of a tensor on a device, in memory, where a model may be waiting for Python; False if not."""
-        got = self._taking.once(step.taken, request, only, tensor)
-        if got is None:
-            return False
-        copy, summary = (got, None) if only == "tensor" else (None, got)
-        self._pending.append((request.point, step.moments.get(call) or step.at(call), copy, summary, None))
+        moment = step.moments.get(call) or step.at(call)
+        if not self._taking.hold(request, tensor, moment):
+            got = self._taking.once(step.taken, request, only, tensor)
+            if got is None:
+                return False
+            copy, summary = (got, None) if only == "tensor" else (None, got)
+            self._pending.append((request.point, moment, copy, summary, None))
         if not request.recorded:
             request.recorded = True
             self._ledger.recorded(request.point)
@@ -474,21 +484,18 @@ class Recording:
         """Move what waits into a run, but for the last steps; copies from a device have then arrived."""
         self._taking.flush()
         waiting = deque(self._pending.popleft() for _ in range(len(self._pending)))
-        left: list[_Waiting] = []
-        steps = list(dict.fromkeys(_step_of(moment) for _, moment, *_ in waiting))
+        left: list[_Waiting | Held] = []
+        steps = list(dict.fromkeys(_step_of(_moment_of(one)) for one in waiting))
         last = set(steps[-leave:]) if leave else set()
         try:
             while waiting:
-                _, moment, copy, summary, _ = one = waiting[0]
-                got: Any = copy if copy is not None else summary
-                unfinished = isinstance(got, Held) and got.tensor is not None  # another thread's step
-                if unfinished or _step_of(moment) in last:
+                one = waiting[0]
+                if _is_unfinished(one) or _step_of(_moment_of(one)) in last:
                     left.append(waiting.popleft())
-                    if hasattr(got, "leave"):
-                        with suppress(Exception):  # whoever waits for it is told
-                            got.leave()  # so that nobody waits for a later step to have this one
+                    with suppress(Exception):  # whoever waits for it is told
+                        _leave(one)  # so that nobody waits for a later step to have this one
                 else:
-                    self._settle_one(run, one)
+                    self._settle_one(run, one if isinstance(one, tuple) else _waiting(one))
                     waiting.popleft()
         finally:  # an interrupt while a copy is waited for loses nothing
             self._pending.extendleft(reversed([*left, *waiting]))
@@ -531,6 +538,33 @@ class Recording:
     def _op_named(self, qualified: str) -> str | None:
         self._ledger.ran(qualified)
         return self._plan.op_named(qualified)
+
+
+def _moment_of(one: _Waiting | Held) -> Moment:
+    moment: Moment = one[1] if isinstance(one, tuple) else one.moment
+    return moment
+
+
+def _is_unfinished(one: _Waiting | Held) -> bool:
+    """Whether it is held back, by another thread's step."""
+    return not isinstance(one, tuple) and (one.twin or one).tensor is not None
+
+
+def _waiting(held: Held) -> _Waiting:
+    """Return the record of a tensor that was held back."""
+    values = partial(values_of, held)
+    copy, summary = (values, None) if held.pass_.kind == "tensor" else (None, values)
+    return held.pass_.point, held.moment, copy, summary, None
+
+
+def _leave(one: _Waiting | Held) -> None:
+    if not isinstance(one, tuple):
+        leave_behind(one)
+        return
+    _, _, copy, summary, _ = one
+    got: Any = copy if copy is not None else summary
+    if hasattr(got, "leave"):
+        got.leave()
 
 
 def _step_of(moment: Moment) -> tuple[int | None, int, int]:

@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from layerscope.points import Point
+from layerscope import native
+from layerscope.points import Moment, Point
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 from layerscope.recorder.devices import Statistics
-from layerscope.recorder.gathering import Gathering
+from layerscope.recorder.gathering import Gathering, Held
 from layerscope.recorder.lanes import flying, lane_of
 from layerscope.recorder.taps import Level, Only, Plan, Request, Wish
 from layerscope.stats import Summary, backend, prepare, summarize
@@ -59,9 +60,16 @@ class Taking:
     """The copies and statistics of one recording."""
 
     def __init__(
-        self, *, in_memory: bool, listened: bool, budget: int, doubtful: Callable[[Point], None] = lambda point: None
+        self,
+        *,
+        in_memory: bool,
+        listened: bool,
+        budget: int,
+        keep: Callable[[Held], None] = lambda held: None,
+        doubtful: Callable[[Point], None] = lambda point: None,
     ) -> None:
         self.quick = False  # whether `once` is worth asking
+        self._keep = keep  # is given each tensor that is held back, in its place among the records
         self._in_memory = in_memory
         self._listened = listened  # whether somebody else wants to know of each record at once
         self._arena = Arena()
@@ -82,7 +90,7 @@ class Taking:
         place = places.pop() if len(places) == 1 else None
         self.quick = any(p.is_cuda for p in on_device) and self._in_memory and not self._listened
         if self.quick and gathers and place is not None:
-            self._gathering = Gathering(place, self._take_all, self._doubtful)
+            self._gather(place)
         self._shares = any(sides != {"output"} for sides in plan.sides.values())
         if on_device:
             self._devices.prepare(on_device, level=plan.default.level if plan.counts else None)
@@ -91,9 +99,24 @@ class Taking:
             prepare(*_dtypes(parameters))
         return (self._devices.kernels if on_device else backend()) if plan.counts else None
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._ask(lambda gathering: gathering.begin())
+    def _gather(self, place: int) -> None:
+        gates = native.load()
+        if gates is None:
+            _log.info("tensors on the GPU are taken one by one: %s", native.why_not())
+            return
+        self._gathering = Gathering(
+            gates, place, take_all=self._take_all, alone=self._alone, keep=self._keep, doubtful=self._doubtful
+        )
+
+    def gate(self, module: torch.nn.Module, name: str, local: Any) -> Any | None:
+        """Return what lets the usual calls of a hook pass, where there is such a thing."""
+        if self._gathering is None:
+            return None
+        return native.load().Gate(self._gathering.basket, module, name, local)  # type: ignore[union-attr]
+
+    def begin(self, step: Any) -> None:
+        """Begin a step; None is one in which no tensor may wait for its end."""
+        self._ask(lambda gathering: gathering.begin(step))
 
     def end(self) -> None:
         """End a step: what was held back is taken, and what is waited for from now on leaves at once."""
@@ -102,6 +125,11 @@ class Taking:
             self._devices.fetch()
         except Exception as error:  # whoever waits for the values is told
             _log.warning("after a step: %s: %s", type(error).__name__, error)
+
+    def shut(self) -> None:
+        """Have no tensor wait in the rest of this step."""
+        if self._gathering is not None and self._gathering.is_mine:
+            self._gathering.basket.shut()
 
     def flush(self) -> None:
         """Take what this thread has held back until now."""
@@ -153,20 +181,19 @@ class Taking:
 
     # Quickly, on a device -----------------------------------------------------------------------
 
-    def once(self, taken: dict[int, Taken], request: Request, only: Only, tensor: torch.Tensor) -> Any:
-        """Take one thing of a tensor that lies plainly, now or when the step ends; None of any other, for `look`.
+    def once(self, taken: dict[int, Taken], request: Request, only: Only, tensor: torch.Tensor) -> Any | None:
+        """Take one thing of a tensor that lies plainly; what is returned is called for the values. See `hold` first.
 
-        What is returned is called for the values. No tensor operation runs here, so that nobody's modes notice.
+        None of any other, for `look`. No tensor operation runs here, so that nobody's modes notice.
         """
-        gathering = self._gathering
-        if gathering is None:
-            return self._at_once(taken, only, tensor)
-        held = gathering.hold(request, only, tensor)
-        if held is not None:
-            return held
         got = self._at_once(taken, only, tensor)
-        gathering.doubt(request, only, tensor, got)
+        if self._gathering is not None:
+            self._gathering.doubt(request, only, tensor, got)
         return got
+
+    def hold(self, request: Request, tensor: torch.Tensor, moment: Moment) -> bool:
+        """Have a tensor wait for the end of its step, if it may; it is kept then."""
+        return self._gathering is not None and self._gathering.hold(request, tensor, moment) is not None
 
     def _at_once(self, taken: dict[int, Taken], only: Only, tensor: torch.Tensor) -> Any:
         known = taken.get(id(tensor))
@@ -179,19 +206,20 @@ class Taking:
                 taken[id(tensor)] = weakref.ref(tensor), version, only, got
         return got
 
-    def _take_all(self, only: Only, tensors: list[torch.Tensor]) -> list[Any]:
-        """Take one thing of each tensor, of most of them in one launch on the current stream."""
+    def _take_all(self, only: Only, dtype: torch.dtype, held: list[Held]) -> None:
+        """Take one thing of each tensor, in one launch on the current stream; none where that cannot be done."""
         assert self._gathering is not None
-        found: list[Any] = [None] * len(tensors)
+        gates = native.load()
         try:
             if only == "tensor":
                 lane = lane_of(torch.device("cuda", self._gathering.place))
-                found = [*lane.ferry(tensors, self._arena.room)]
+                lane.ferry(held, dtype.itemsize, self._arena.room, gates)
             else:
-                found = [*self._devices.start_all(tensors, only)]
+                way = self._devices.start_all(only, dtype, held, gates)
+                if way is not None:
+                    self._gathering.basket.aim(way)
         except Exception as error:
             self._gather_no_more(error)
-        return [self._alone(only, t) if got is None else got for got, t in zip(found, tensors, strict=True)]
 
     def _ask(self, ask: Callable[[Gathering], None]) -> None:
         """Ask something of the gathering, if there is one; where that fails, nothing is gathered any more."""

@@ -7,8 +7,9 @@
 
 Where nothing but outputs are wanted, of a module with no other watched one inside, a single hook sees the call end:
 each hook costs microseconds, most of them torch's. Hooks return None, hold no state on the user's modules, stay silent
-in deep copies and forked children, and turn into nothing when the model is pickled. Their `__call__` is the shortest
-way for the commonest call; any other goes through the watcher, which also knows when the hooks are to be there.
+in deep copies and forked children, and turn into nothing when the model is pickled. On a GPU a call like the last one
+passes by a gate (`native/gates.c`). Their `__call__` is the shortest way for the commonest call; any other goes through
+the watcher, which also knows when the hooks are to be there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from layerscope.points import Leaf, Point, Side
 from layerscope.runtimes.calls import Special, has_raised
 from layerscope.runtimes.gradients import next_node, sources
 from layerscope.runtimes.sink import Step
-from layerscope.runtimes.values import argument_leaves, describe, leaves
+from layerscope.runtimes.values import argument_leaves, describe, leaves, made_of
 
 if TYPE_CHECKING:
     from layerscope.runtimes.watcher import Watcher
@@ -89,12 +90,18 @@ class Pair:
         for handle in self._handles:
             handle.remove()
 
+    def shut(self) -> None:
+        """Have nothing pass by the hooks any more."""
+        for hook in (self._before, self._after):
+            if hook is not None:
+                hook.gate = None
+
     def see_begin(self) -> None:
         """See calls begin as well from now on; those under way are seen to end as before."""
         after = self._after
         if self._before is None:
             self._before = Before(after.watcher, self.module, self.name, after.sides, "input")
-            after.begins = True
+            after.begins, after.gate = True, None
             self._handles.insert(0, self.module.register_forward_pre_hook(self._before, with_kwargs=True))
 
 
@@ -124,12 +131,22 @@ class Hook:
         self.away = _USUAL  # frames from our own to the one that calls the outer module
         self.found_inside = False  # that outer module, in an idle step
         self.begins = False  # whether the beginnings of these calls are seen too, after all
+        self.gate = watcher.sink.gate(module, name, watcher.local) if self.simple else None
+        if self.gate is not None:
+            self.gate.blind = not self.looks
+            self.gate.away = self.away
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _SILENT
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
+
+    def is_away(self, frames: int) -> None:
+        """Learn how many frames it is from our own to the one that calls the outer module."""
+        self.away = frames
+        if self.gate is not None:
+            self.gate.away = frames
 
     def special(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, repeated: bool, follow: bool) -> Special:
         """Take down what will be needed when the call ends."""
@@ -138,21 +155,32 @@ class Hook:
         first_node = next_node()
         return Special(repeated, follow, first_node, sources(args, kwargs) if "grad_input" in self.sides else ())
 
-    def tell(self, step: Step, number: int, found: list[tuple[Leaf, torch.Tensor]], value: object) -> None:
-        """Tell the sink each tensor of a value, and that there is none."""
+    def learn(self, value: object, passes: dict[Leaf, Any]) -> None:
+        """Have the next value like this one pass, where all of its tensors may."""
+        if self.gate is not None and _may_pass(passes):
+            self.gate.value = made_of(value, passes)
+
+    def tell(self, step: Step, number: int, found: list[tuple[Leaf, torch.Tensor]], value: object) -> dict[Leaf, Any]:
+        """Tell the sink each tensor of a value, and that there is none; return what lets the next of each pass."""
         points, local = self.points, self.watcher.local
         if not found:
             reason = f"its {self.side} holds no tensor: {describe(value)}"
             self.watcher.sink.empty(Point(self.name, self.side), because=reason)
+        passes: dict[Leaf, Any] = {}
         local.looking = True
         try:
             for leaf, tensor in found:
                 point = points.get(leaf) or points.setdefault(leaf, Point(self.name, self.side, leaf))
-                self.seen(step, point, tensor, call=number)
+                passes[leaf] = self.seen(step, point, tensor, call=number)
             if step.whole is not None:
                 step.whole(step, Point(self.name, self.side), value, number)
         finally:
             local.looking = False
+        return passes
+
+
+def _may_pass(passes: dict[Leaf, Any]) -> bool:
+    return all(one is not None and one.count for one in passes.values())
 
 
 class Before(Hook):
@@ -160,12 +188,15 @@ class Before(Hook):
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Note the call, and look at what it is given; no `kwargs` means that another thread just took the hook off."""
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or kwargs is None:
             return
         watcher = self.watcher
-        if module is not self.module or not watcher.live or kwargs is None:
-            return
         try:
+            gate = self.gate
+            if gate is not None and gate.begin(module, args, kwargs):
+                return
+            if module is not self.module or not watcher.live:
+                return
             calls, frame = watcher.local.calls, _frame_at(1)
             try:
                 inside = calls and _frame_at(self.away) is calls[-1][3]
@@ -189,9 +220,11 @@ class Before(Hook):
                     return
             if self.looks:
                 if len(args) == 1 and not kwargs and self.simple and isinstance(args[0], _Tensor) and not step.whole:
-                    self.seen(step, self.only, args[0], call=number)
+                    passes: dict[Leaf, Any] = {(0,): self.seen(step, self.only, args[0], call=number)}
                 else:
-                    self.tell(step, number, argument_leaves(args, kwargs), args or None)
+                    passes = self.tell(step, number, argument_leaves(args, kwargs), args or None)
+                if gate is not None and _may_pass(passes):
+                    gate.args, gate.kwargs = made_of(args, passes), made_of(kwargs, passes)
         except Exception as error:
             watcher.sink.failed(Point(self.name, "input"), error)
 
@@ -203,12 +236,15 @@ class After(Hook):
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = _NOT_GIVEN
     ) -> None:
         """Look at what the call returned, None where it raised; no `value` means that the hook was just taken off."""
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or value is _NOT_GIVEN:
             return
         watcher = self.watcher
-        if not watcher.live or value is _NOT_GIVEN:
-            return
         try:
+            gate = self.gate
+            if gate is not None and gate.finish(value):
+                return
+            if not watcher.live:
+                return
             calls, frame = watcher.local.calls, _frame_at(1)
             call = calls.pop() if calls and calls[-1][3] is frame else watcher.local.ended(frame)
             if call is None:
@@ -218,7 +254,7 @@ class After(Hook):
             if not (step.idle or failed):
                 if special is None and self.simple and isinstance(value, _Tensor) and not step.whole:
                     if self.looks:
-                        self.seen(step, self.only, value, call=number)
+                        self.learn(value, {(): self.seen(step, self.only, value, call=number)})
                 else:
                     watcher.returned(self, call, value)
             if not calls and (special is None or not special.repeated):
@@ -234,12 +270,15 @@ class End(Hook):
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = _NOT_GIVEN
     ) -> None:
         """Look at what the call returned, None where it raised; no `value` means that the hook was just taken off."""
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or value is _NOT_GIVEN:
             return
         watcher = self.watcher
-        if module is not self.module or not watcher.live or value is _NOT_GIVEN:
-            return
         try:
+            gate = self.gate
+            if gate is not None and gate.end(module, value):
+                return
+            if module is not self.module or not watcher.live:
+                return
             calls = watcher.local.calls
             if self.begins and watcher.closed(self, _frame_at(1), value):
                 return
@@ -256,7 +295,7 @@ class End(Hook):
                     self.found_inside = True
                     watcher.is_inside(self.name)
             elif isinstance(value, _Tensor) and not step.whole:
-                self.seen(step, self.only, value, call=next(step.calls[self.name]))
+                self.learn(value, {(): self.seen(step, self.only, value, call=next(step.calls[self.name]))})
             else:
                 self.look(step, _frame_at(1), value)
         except Exception as error:
@@ -267,4 +306,4 @@ class End(Hook):
         if number is None:
             number = next(step.calls[self.name])
         if not has_raised(frame, value):
-            self.tell(step, number, leaves(value), value)
+            self.learn(value, self.tell(step, number, leaves(value), value))

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from layerscope.points import Moment, Point
 
@@ -58,8 +58,14 @@ class Sink(Protocol):
         *,
         call: int,
         note: Mapping[str, str] | None = None,
-    ) -> None:
-        """Take a look at one tensor; the model may change it as soon as this returns, and whoever waits must notice."""
+    ) -> Any | None:
+        """Take a look at one tensor; the model may change it as soon as this returns, and whoever waits must notice.
+
+        Where the next tensors of the point may pass by the hook's gate, what lets them is returned.
+        """
+
+    def gate(self, module: torch.nn.Module, name: str, local: Any) -> Any | None:
+        """Return what lets the usual calls of a hook on a module pass (`native/gates.c`), if there is such a thing."""
 
     def empty(self, point: Point, *, because: str) -> None:
         """Learn that a module ran and a side of it held no tensor."""
@@ -108,6 +114,9 @@ class Seen:
         when = Moment(moment.epoch, moment.step, moment.batch, call, moment.rank)
         self.records.append((when, point, tensor.detach().clone()))
         self.notes.append(note)
+
+    def gate(self, module: torch.nn.Module, name: str, local: Any) -> None:
+        """Have every call go through the hook."""
 
     def empty(self, point: Point, *, because: str) -> None:
         """Keep the reason."""

@@ -74,12 +74,18 @@ class Watcher:
         """End the watch: no hook sees anything any more, or goes on again. The model is let go."""
         with self._lock:
             self.live = False
+            self._shut()
             self._pairs, self._inside, self._off = {}, [], []
 
     def close_in_child(self) -> None:
         """End the watch in a forked child, where whoever held the lock is not there to release it."""
         self._lock = threading.RLock()
         self.live = False
+        self._shut()
+
+    def _shut(self) -> None:
+        for pair in self._pairs.values():
+            pair.shut()
 
     def entered(
         self,
@@ -103,7 +109,7 @@ class Watcher:
         if outer is None:
             outer = self.local.innermost()
             if outer is not None:
-                hook.away = 1 + _distance(frame, outer[3])
+                hook.is_away(1 + _distance(frame, outer[3]))
         if outer is not None:
             step = outer[1]
             if step.idle:
@@ -194,7 +200,7 @@ class Watcher:
             self._begun(step)
         else:
             step = outer[1]
-            hook.away = 1 + _distance(frame, outer[3])
+            hook.is_away(1 + _distance(frame, outer[3]))
         if outer is not None and step.idle:
             self.is_inside(hook.name)
             return
@@ -232,7 +238,7 @@ class Watcher:
             if hook.sides and not self.idle:
                 self.sink.recomputed(hook.name)
         elif hook.looks:
-            hook.tell(call[1], call[2], leaves(value), value)
+            hook.learn(value, hook.tell(call[1], call[2], leaves(value), value))
         if special is not None and special.follow and "grad_output" in hook.sides:
             follow_outputs(self, call, value)
         if special is not None and special.sources:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["Launch", "allow_captures", "copying", "launcher", "why_no_driver"]
+__all__ = ["Launch", "allow_captures", "copy_address", "copying", "launcher", "why_no_driver"]
 
 Launch = Callable[..., None]  # takes the kernel's arguments, a pointer as an address, and how many programs run it
 
@@ -97,6 +97,13 @@ def copying(device: int) -> Callable[[int, int, int, int], None]:
             _insist(code, device, f"a copy of {size} bytes to the host", call, to, source, size, stream)
 
     return copy
+
+
+def copy_address() -> int:
+    """Return where the driver's copy from a device to page-locked memory is: to, from, bytes, stream."""
+    address = ctypes.cast(_driver().cuMemcpyDtoHAsync_v2, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def _insist(code: int, device: int, what: str, call: Any, *arguments: Any) -> None:

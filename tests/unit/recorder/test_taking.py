@@ -74,7 +74,7 @@ class Broken:
     def give_up(self):
         self.given_up += 1
 
-    def begin(self):
+    def begin(self, *step):
         raise RuntimeError("CUDA error 2")
 
     end = begin
@@ -85,19 +85,19 @@ def test_a_gathering_that_fails_is_given_up_and_said(verb, caplog):
     hand = taking()
     hand._gathering = Broken()
     with caplog.at_level(logging.WARNING, "layerscope"):
-        getattr(hand, verb)()
+        getattr(hand, verb)(*[None][: verb == "begin"])
     assert hand._gathering.given_up == 1
     assert "are taken one by one: RuntimeError: CUDA error 2" in caplog.text
 
 
 @pytest.mark.parametrize("only", ["full", "tensor"])
-def test_what_cannot_be_taken_together_is_taken_alone_and_says_why_it_cannot(only, monkeypatch, caplog):
+def test_what_cannot_be_taken_together_is_taken_alone_and_says_why_it_cannot(only, caplog):
     hand = taking()
     hand._gathering = Broken()
-    monkeypatch.setattr(hand._devices, "start_all", lambda tensors, level: [None] * len(tensors))
-    good, bad = hand._take_all(only, [torch.arange(3.0), torch.ones(2).to_sparse()])
-    if only == "tensor":  # whose lane there is not
-        assert "are taken one by one" in caplog.text
+    hand._take_all(only, torch.float32, [object()])  # for there is neither a lane nor a tensor
+    assert "are taken one by one" in caplog.text
+    good, bad = (hand._alone(only, tensor) for tensor in (torch.arange(3.0), torch.ones(2).to_sparse()))
+    if only == "tensor":
         assert_same_bits(good(), torch.arange(3.0))
     else:
         assert good() == summarize(torch.arange(3.0))

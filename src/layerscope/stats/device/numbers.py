@@ -1,13 +1,13 @@
 """What a device leaves, read as the summaries it stands for.
 
-Gathered.read(sheet, bring)[0].summary("bfloat16", (4, 8))   # `bring` copies from the device, when it is time
+Gathered.read(sheet, bring)[0].summary("bfloat16", (4, 8))   # `bring` copies bytes from the device, when it is time
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,11 @@ from layerscope.stats.sketch import LOWEST, STEPS, Sketch
 from layerscope.stats.summary import Summary
 
 __all__ = ["Gathered", "Numbers"]
+
+
+Bring: TypeAlias = Callable[..., list["np.ndarray[Any, np.dtype[np.uint8]]"]]  # of addresses and numbers of bytes
+
+_USUAL = 1 << 18  # buckets that hold something, of all tensors on a sheet
 
 
 class _Buckets(NamedTuple):
@@ -80,14 +85,23 @@ class Gathered:
         self._wide = wide
 
     @classmethod
-    def read(cls, sheet: Sheet, bring: Callable[..., list[Array]]) -> Gathered:
-        """Have a sheet's heads brought to the host, and of the lists as much as there is."""
-        [heads] = bring(sheet.heads)
-        if not sheet.lists.numel():
-            return cls(heads, None, None, wide=False)
-        listed = int(heads[:, 13].sum())
-        places, counts = bring(sheet.lists[0, :listed], sheet.lists[1, :listed])
-        return cls(heads, places, counts, wide=sheet.lists.shape[1] // len(heads) > 1 << 15)
+    def read(cls, sheet: Sheet, bring: Bring) -> Gathered:
+        """Have a sheet's heads brought to the host, and of the lists as much as there is.
+
+        How much that is the heads tell; what is usual is brought with them, because to come twice takes twice as long.
+        """
+        used, most = len(sheet.heads), sheet.lists.shape[1]
+        address, places = sheet.heads.data_ptr(), sheet.lists.data_ptr()
+        counts, usual = places + 4 * most, min(most, _USUAL)
+        if not most:
+            [octets] = bring((address, 256 * used))
+            return cls(octets.view(np.int64).reshape(used, 32), None, None, wide=False)
+        octets, *listed = bring((address, 256 * used), (places, 4 * usual), (counts, 4 * usual))
+        heads = octets.view(np.int64).reshape(used, 32)
+        total = int(heads[:, 13].sum())
+        if total > usual:
+            listed = bring((places, 4 * total), (counts, 4 * total))
+        return cls(heads, *(each[: 4 * total].copy().view(np.int32) for each in listed), wide=most // used > 1 << 15)
 
     def __len__(self) -> int:
         return len(self._heads)

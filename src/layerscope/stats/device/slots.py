@@ -143,7 +143,7 @@ class Slots:
         """Return the launch of one sweep over many tensors; None where they must be swept one by one.
 
         It takes the first slot, where the entries lie, in memory that the device can read, how many there are, and how
-        many programs the largest takes; `entries` makes them.
+        many programs the largest takes. An entry is an address, a number of items, and how many tiles a program takes.
         """
         if dtype not in KINDS or dtype is torch.float64:  # which is looked at twice
             return None
@@ -156,17 +156,9 @@ class Slots:
 
         return start
 
-    def entries(self, dtype: torch.dtype, lying: Iterable[tuple[int, int]]) -> tuple[list[int], int]:
-        """Return what a launch over many tensors is told of where they lie, and how many programs the largest takes."""
-        tile, most = KINDS[dtype].threads * KINDS[dtype].vector, self._programs
-        told: list[int] = []
-        largest = 1
-        for items, count in lying:
-            tiles = -(-count // tile)
-            each = -(-tiles // most)
-            told += (items, count, each)
-            largest = max(largest, -(-tiles // each))
-        return told, largest
+    def tiling(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return how many items a program takes at a time, and how many programs a tensor gets at most."""
+        return KINDS[dtype].threads * KINDS[dtype].vector, self._programs
 
     def _worth_of(self, dtype: torch.dtype) -> torch.Tensor:
         worth = self._worth.get(dtype)

@@ -1,0 +1,49 @@
+"""What is written in C, because every call of a module passes by it: `gates.c`.
+
+    gates = load()          # the module, None where it cannot be built: `why_not` says why
+
+It is compiled once, by the C compiler that Triton needs for itself, and lies in Triton's cache from then on. It is used
+for tensors on a GPU alone, and nothing but speed is lost without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["load", "why_not"]
+
+
+@cache
+def load() -> Any | None:
+    """Return the module, compiled if need be."""
+    return None if _tried()[1] else _tried()[0]
+
+
+def why_not() -> str:
+    """Say why there is none; empty when there is."""
+    return _tried()[1]
+
+
+@cache
+def _tried() -> tuple[Any, str]:
+    source = (Path(__file__).parent / "gates.c").read_text("utf-8")
+    try:
+        build: Any = import_module("triton.runtime.build")
+        gates = build.compile_module_from_src(src=source, name="layerscope_gates")
+        gates.prepare(
+            torch.Tensor,
+            sys._getframe,
+            torch._C._current_graph_task_id,
+            torch._C._is_torch_function_mode_enabled,
+            count,
+        )
+    except Exception as error:  # no Triton, no compiler, no header, an interpreter without its lock
+        return None, f"{type(error).__name__}: {error}"
+    return gates, ""
