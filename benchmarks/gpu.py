@@ -6,7 +6,9 @@
 The model is a 24-layer Llama of 1.3 B parameters in bfloat16 with random weights. A lap is a few steps back to back,
 until the model's own stream has finished them: that is what the model feels. What is still on its way to the host then
 is waited for outside the lap. 4 x 2048 tokens keep the device busy; at 1 x 512 tokens and at one token the forward
-waits for Python, so every microsecond of a hook counts. `--naive` times what scripts do too.
+waits for Python, so every microsecond of a hook counts, and the host's speed changes by more than that from one lap to
+the next: there, steps of the model take turns with those of a twin that shares its weights and is not recorded.
+`--naive` times what scripts do too.
 
 It exits with 1 if a check failed or a recording lost something; a ratio over its limit is only marked.
 """
@@ -14,7 +16,9 @@ It exits with 1 if a check failed or a recording lost something; a ratio over it
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -27,7 +31,7 @@ import layerscope as ls
 from benchmarks import gpu_checks, kernels
 from benchmarks.gpu_checks import EVERYTHING, LAYERS, first, lost, why
 from benchmarks.llama import large
-from benchmarks.pairing import Lap, paired, table
+from benchmarks.pairing import Lap, alternating, paired, table
 from benchmarks.timing import machine
 
 PARTS = ("table", "kernels", "checks")
@@ -45,6 +49,7 @@ class Case(NamedTuple):
     shape: tuple[int, int]
     train: bool
     steps: int
+    alternates: bool = False
     stride: int = WARM_UP
     stride_of_all: int = WARM_UP
 
@@ -52,8 +57,8 @@ class Case(NamedTuple):
 CASES = {
     "prefill": Case("prefill 4 x 2048", (4, 2048), False, 3),
     "train": Case("train 4 x 2048", (4, 2048), True, 2),
-    "short": Case("prefill 1 x 512", (1, 512), False, 10, 6, 28),
-    "token": Case("one token", (1, 1), False, 10, 6, 6),
+    "short": Case("prefill 1 x 512", (1, 512), False, 4, True, 6, 28),
+    "token": Case("one token", (1, 1), False, 4, True, 6, 6),
 }
 
 
@@ -154,10 +159,11 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
             except Exception as error:
                 failures[name] = why(error)
                 del variants[name]
-        ratios, alone = paired(plain, variants, rounds=rounds)
+        ratios, alone = (taking_turns if case.alternates else paired)(plain, variants, rounds=rounds)
         place = list(CASES).index(key)
         limits = {name: wanted.limits[place] for name, wanted in RECORDED.items() if wanted.limits}
-        title = f"{case.name}, {rounds} rounds of {case.steps} steps"
+        turns = ", taking turns with plain ones" if case.alternates else ""
+        title = f"{case.name}, {rounds} rounds of {case.steps} steps{turns}"
         print(table(title, ratios, plain=alone, limits=limits), flush=True)
     except Exception as error:
         failures["the table"] = why(error)
@@ -168,11 +174,39 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
     return not failures
 
 
+def taking_turns(plain: Lap, variants: Mapping[str, Lap], *, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
+    """Return the ratios of variants whose laps are ratios already, and laps of the plain run beside them.
+
+    A lap records the model and the twin once each: two models alike are not equally fast.
+    """
+    ratios: dict[str, list[float]] = {name: [] for name in variants}
+    laps: list[float] = []
+    for turn in range(rounds):
+        for name in list(variants)[:: -1 if turn % 2 else 1]:
+            gc.collect()
+            gc.disable()
+            try:
+                ratios[name].append(math.sqrt(variants[name]() * variants[name]()))
+            finally:
+                gc.enable()
+        laps.append(plain())
+    return ratios, laps
+
+
+def twin_of(model: Any) -> Any:
+    """Return a model with modules of its own and the same weights."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
 def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) -> tuple[Lap, dict[str, Lap]]:
     """Return the lap of the plain run and those of every variant; what a recording lost is put in `failures`."""
     ids = torch.randint(0, 32000, case.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
 
-    def step() -> None:
+    pair = [model, twin_of(model) if case.alternates else model]  # the one that is recorded comes first
+
+    def step(*, recorded: bool = True) -> None:
+        model = pair[not recorded]
         if case.train:
             model.zero_grad(set_to_none=True)
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -180,7 +214,18 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
             with torch.no_grad():
                 model(input_ids=ids, use_cache=False)
 
+    def plain() -> float:
+        return timed(lambda: None, warm_up=WARM_UP)
+
     def lap(release: Callable[[], object] = lambda: None, *, warm_up: int = WARM_UP) -> float:
+        if not case.alternates:
+            return timed(release, warm_up=warm_up)
+        for _ in range(warm_up):
+            step()
+        torch.cuda.synchronize()
+        return alternating(partial(step, recorded=False), step, turns=case.steps)
+
+    def timed(release: Callable[[], object], *, warm_up: int) -> float:
         for _ in range(warm_up):  # every lap begins on a device that has just worked: at rest it would run faster
             step()
             release()
@@ -196,16 +241,18 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
         def run() -> float:
             kept: list[Any] = []
             with ExitStack() as stack:
-                for layer in model.model.layers:
+                for layer in pair[0].model.layers:
                     hook = layer.register_forward_hook(lambda m, a, out: kept.append(keep(first(out).detach())))
                     stack.callback(hook.remove)
-                return lap()
+                taken = lap()
+            pair.reverse()
+            return taken
 
         return run
 
     def recorded(name: str, wanted: Recorded) -> Lap:
         def run() -> float:
-            with ls.record(model, wanted.taps, weights=False, **wanted.options) as rec:
+            with ls.record(pair[0], wanted.taps, weights=False, **wanted.options) as rec:
                 # Page-locked memory is released per step where a few of them would fill it.
                 large = "keep" not in wanted.options and case.shape[0] * case.shape[1] > 512
                 release = partial(rec.take, leave=1) if large else lambda: None
@@ -213,13 +260,14 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
                 rec._pending.clear()  # nobody reads them
             if reason := lost(rec, due="when" not in wanted.options):
                 failures[name] = reason
+            pair.reverse()
             return taken
 
         return run
 
     variants = {name: hooked(keep) for name, keep in NAIVE.items() if naive}
     variants |= {name: recorded(name, wanted) for name, wanted in RECORDED.items()}
-    return lap, variants
+    return plain, variants
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     print(table("prefill", ratios, plain=plain, limits={"recorded": 1.02}))
 
 A lap returns its seconds per step. A ratio is that of one lap to the mean of its two neighbours, so that what changes
-slower than a lap is in all three; the median is taken over rounds.
+slower than a lap is in all three; the median is taken over rounds. Where a step is all Python, plain and other steps
+can take turns within a lap (`alternating`), and what changes slower than a step is in both.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Lap", "judged", "paired", "table"]
+__all__ = ["Lap", "alternating", "judged", "paired", "table"]
 
 Lap = Callable[[], float]
 
@@ -37,6 +39,22 @@ def paired(plain: Lap, variants: Mapping[str, Lap], *, rounds: int) -> tuple[dic
             ratios[name].append(lap / ((before + after) / 2))
             laps += [before, after]
     return ratios, laps
+
+
+def alternating(plain: Callable[[], object], other: Callable[[], object], *, turns: int) -> float:
+    """Return the median ratio of steps that take turns with plain ones, back to back.
+
+    A step is over when it returns: this is for steps that the host takes longer to ask for than the device to do.
+    """
+    seconds: list[float] = []
+    began = time.perf_counter()
+    for turn in range(2 * turns + 1):
+        (other if turn % 2 else plain)()
+        now = time.perf_counter()
+        seconds.append(now - began)
+        began = now
+    ratios = [2 * seconds[at] / (seconds[at - 1] + seconds[at + 1]) for at in range(1, len(seconds), 2)]
+    return statistics.median(ratios)
 
 
 def judged(value: float, limit: float | None, *, least: bool = False) -> str:

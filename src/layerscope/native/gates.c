@@ -56,6 +56,7 @@ typedef struct {
     unsigned long thread;
     unsigned long long stream;
     long long number;                                /* of the step */
+    int alone, barred;                               /* whether the step ends with this forward; whether nothing passes */
     Py_ssize_t bytes, doubted, most;                 /* of what waits, of what is tried beside it, and of both together */
     int now;                                         /* whether something of it must be taken at once */
     struct Held *recent[RECENT];                     /* the last that wait, borrowed from the list, */
@@ -76,7 +77,8 @@ typedef struct {
 typedef struct Way {
     PyObject_HEAD
     PyObject *kind, *dtype;
-    PyObject *lock, *desk, *launch, *turn; /* `turn` sees to it that the desk has a page with a slot that is free */
+    PyObject *lock, *desk, *launch, *turn; /* `turn` sees to it that the desk has a page with a slot that is free; */
+                                           /* where there is no desk, `launch` is given all of them, and does the rest */
     long long slots, tile, most;
 } Way;
 
@@ -106,6 +108,7 @@ typedef struct {
     int blind;                       /* whether calls pass by, and nothing of them is wanted */
     long away;                       /* frames to the one that makes the outer call, */
     long levels;                     /* and levels of the interpreter's, once they were counted */
+    long long step, counted;         /* the last one that calls passed in, and how many nobody but the gate has counted */
 } Gate;
 
 typedef struct {
@@ -152,7 +155,7 @@ static int is_frame(PyObject *frame, long away)
 
 static int is_open(Basket *basket)
 {
-    return basket->step != NULL && basket->thread == PyThread_get_thread_ident();
+    return basket->step != NULL && !basket->barred && basket->thread == PyThread_get_thread_ident();
 }
 
 static int is_on_stream(Basket *basket)
@@ -366,8 +369,11 @@ static PyObject *Basket_open(Basket *self, PyObject *args)
     PyObject *step;
     long long number;
     unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "OLK", &step, &number, &stream)) return NULL;
+    int alone;
+    if (!PyArg_ParseTuple(args, "OLKp", &step, &number, &stream, &alone)) return NULL;
     shut(self);
+    self->alone = alone;
+    self->barred = 0;
     PyObject *calls = PyObject_GetAttr(step, s_calls), *moments = PyObject_GetAttr(step, s_moments),
              *requests = PyObject_GetAttr(step, s_requests);
     if (calls == NULL || requests == NULL || moments == NULL || !PyDict_Check(moments)) {
@@ -390,6 +396,12 @@ static PyObject *Basket_open(Basket *self, PyObject *args)
 static PyObject *Basket_shut(Basket *self, PyObject *none)
 {
     shut(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Basket_bar(Basket *self, PyObject *none)
+{
+    self->barred = 1;
     Py_RETURN_NONE;
 }
 
@@ -437,8 +449,9 @@ static PyObject *Basket_aim(Basket *self, PyObject *way)
 static PyObject *Basket_sweep(Basket *self, PyObject *none) { return sweep(self); }
 
 static PyMethodDef Basket_methods[] = {
-    {"open", (PyCFunction)Basket_open, METH_VARARGS, "Begin a step of this thread: the step, its number, the stream."},
-    {"shut", (PyCFunction)Basket_shut, METH_NOARGS, "End it: no tensor may wait any more."},
+    {"open", (PyCFunction)Basket_open, METH_VARARGS, "Begin a step of this thread: the step, its number, the stream, whether it has one forward."},
+    {"bar", (PyCFunction)Basket_bar, METH_NOARGS, "Let no tensor wait in the rest of the step."},
+    {"shut", (PyCFunction)Basket_shut, METH_NOARGS, "End it."},
     {"hold", (PyCFunction)Basket_hold, METH_VARARGS, "Hold a tensor back, by its pass and at a moment; None if it may not."},
     {"make", (PyCFunction)Basket_make, METH_VARARGS, "Make a Held of a tensor that is taken at once as well."},
     {"aim", (PyCFunction)Basket_aim, METH_O, "Have all of one kind and dtype taken in one way; None forgets all ways."},
@@ -769,15 +782,41 @@ static int is_inside(Gate *self, PyObject *calls)
     return 1;
 }
 
-/* Return the number of this call within the step, from where the hooks count too. */
+/* Count where the hooks count, from a number on. */
+static PyObject *counter_from(Gate *self, long long number)
+{
+    PyObject *counter = PyObject_CallFunction(count_type, "L", number);
+    if (counter != NULL && PyDict_SetItem(self->basket->calls, self->name, counter) < 0) Py_CLEAR(counter);
+    return counter;
+}
+
+/* Return the number of this call within the step. The gate counts by itself as long as no hook has, which is quicker. */
 static PyObject *next_number(Gate *self)
 {
-    PyObject *counter = PyDict_GetItemWithError(self->basket->calls, self->name);
+    Basket *basket = self->basket;
+    if (self->step == basket->number && self->counted) return PyLong_FromLongLong(self->counted++);
+    PyObject *counter = PyDict_GetItemWithError(basket->calls, self->name), *number;
     if (counter != NULL) return PyIter_Check(counter) ? PyIter_Next(counter) : NULL;
-    if (PyErr_Occurred() || (counter = PyObject_CallNoArgs(count_type)) == NULL) return NULL;
-    PyObject *number = PyDict_SetItem(self->basket->calls, self->name, counter) == 0 ? PyIter_Next(counter) : NULL;
+    if (PyErr_Occurred()) return NULL;
+    if (basket->alone) {
+        self->step = basket->number;
+        self->counted = 1;
+        return PyLong_FromLong(0);
+    }
+    if ((counter = counter_from(self, 0)) == NULL) return NULL;
+    number = PyIter_Next(counter);
     Py_DECREF(counter);
     return number;
+}
+
+/* Tell the hooks what the gate has counted, before one of them sees a call. */
+static void tell_number(Gate *self)
+{
+    Basket *basket = self->basket;
+    if (basket->step != NULL && self->step == basket->number && self->counted) {
+        Py_XDECREF(counter_from(self, self->counted));
+        self->counted = 0;
+    }
 }
 
 /* Make all that can fail before anything is changed: an inference tensor counts no changes, what is sparse lies nowhere. */
@@ -807,9 +846,13 @@ static void forget(Part *parts, int count)
     for (int i = 0; i < count; i++) Py_XDECREF(parts[i].held);
 }
 
-static PyObject *answer(int passed)
+static PyObject *answer(Gate *self, int passed)
 {
     if (passed == -1 && PyErr_Occurred()) return NULL; /* the hook says what went wrong */
+    if (!passed) {
+        PyErr_Clear();
+        tell_number(self);
+    }
     PyErr_Clear();
     return PyBool_FromLong(passed == 1);
 }
@@ -845,7 +888,7 @@ static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs)
 
 static PyObject *Gate_begin(Gate *self, PyObject *const *given, Py_ssize_t many)
 {
-    return answer(many == 3 ? begin(self, given[0], given[1], given[2]) : 0);
+    return answer(self, many == 3 ? begin(self, given[0], given[1], given[2]) : 0);
 }
 
 /* Whether the frame that runs the hook is the one that makes the innermost call. */
@@ -881,7 +924,7 @@ static int finish(Gate *self, PyObject *value)
 
 static PyObject *Gate_finish(Gate *self, PyObject *value)
 {
-    return answer(finish(self, value));
+    return answer(self, finish(self, value));
 }
 
 static int end(Gate *self, PyObject *module, PyObject *value)
@@ -901,7 +944,7 @@ static int end(Gate *self, PyObject *module, PyObject *value)
 
 static PyObject *Gate_end(Gate *self, PyObject *const *given, Py_ssize_t many)
 {
-    return answer(many == 2 ? end(self, given[0], given[1]) : 0);
+    return answer(self, many == 2 ? end(self, given[0], given[1]) : 0);
 }
 
 static PyMethodDef Gate_methods[] = {
@@ -1070,10 +1113,23 @@ static Py_ssize_t take_some(Way *way, PyObject *held, Py_ssize_t from)
     return taken;
 }
 
+/* Return how many of these, from the first on, were taken. */
+static Py_ssize_t taken_of(PyObject *held)
+{
+    Py_ssize_t done = 0;
+    while (done < PyList_GET_SIZE(held) && ((Held *)PyList_GET_ITEM(held, done))->got != NULL) done++;
+    return done;
+}
+
 /* Take all of these, as long as the way is free; return how many, -1 with an error set. */
 static Py_ssize_t go(Way *way, PyObject *held)
 {
     Py_ssize_t done = 0, taken = 1;
+    if (way->desk == Py_None) {
+        PyObject *told = PyObject_CallOneArg(way->launch, held);
+        Py_XDECREF(told);
+        return told == NULL ? -1 : taken_of(held);
+    }
     while (taken > 0 && done < PyList_GET_SIZE(held)) {
         PyObject *ours = PyObject_CallMethodOneArg(way->lock, s_acquire, Py_False);
         Py_XDECREF(ours);
@@ -1135,8 +1191,7 @@ static PyObject *sweep(Basket *basket)
             }
             if (done < 0) { /* whoever takes the rest meets it again, and says so */
                 PyErr_Clear();
-                for (done = 0; done < PyList_GET_SIZE(group); done++)
-                    if (((Held *)PyList_GET_ITEM(group, done))->got == NULL) break;
+                done = taken_of(group);
             }
             if (PyList_SetSlice(group, 0, done, NULL) < 0) PyErr_Clear();
         }
@@ -1173,11 +1228,15 @@ static long long aligned(long long size) { return (size + 63) & -64; }
 static PyObject *room_for(PyObject *module, PyObject *args)
 {
     PyObject *held;
-    long long width, size;
+    long long width, size, largest = 0;
     if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &held, &width) || !is_range(held, 0, PyList_GET_SIZE(held))) return NULL;
     size = aligned(24 * PyList_GET_SIZE(held));
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(held); i++) size += aligned(width * ((Held *)PyList_GET_ITEM(held, i))->items);
-    return PyLong_FromLongLong(size);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(held); i++) {
+        long long mine = width * ((Held *)PyList_GET_ITEM(held, i))->items;
+        size += aligned(mine);
+        if (mine > largest) largest = mine;
+    }
+    return Py_BuildValue("LL", size, largest);
 }
 
 static PyObject *ferried(PyObject *module, PyObject *args)
@@ -1247,7 +1306,7 @@ static PyMethodDef functions[] = {
     {"prepare", prepare, METH_VARARGS, "Tell what torch and Python call a tensor, a frame, a backward pass, modes, and a counter."},
     {"sorted", sorted, METH_VARARGS, "Sort what waits: by (kind, dtype) where it lies plainly on a device, odd, changed."},
     {"swept", swept, METH_VARARGS, "Write where these lie, for one sweep over all of them; return the most programs."},
-    {"room_for", room_for, METH_VARARGS, "Return the bytes that copies of these take, and the entries of `ferried`."},
+    {"room_for", room_for, METH_VARARGS, "Return the bytes that copies of these take, with the entries of `ferried`, and those of the largest."},
     {"ferried", ferried, METH_VARARGS, "Write where these lie and go to, for one kernel; return the largest's bytes."},
     {"copied", copied, METH_VARARGS, "Have the driver copy each of these, as `ferried` would lay them, on a stream."},
     {"release", release, METH_O, "Let go of the tensors."},

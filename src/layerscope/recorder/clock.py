@@ -32,6 +32,11 @@ class Clock:
         self._named: Moment | None = None  # by the caller
         self._used = False
 
+    @property
+    def is_named(self) -> bool:
+        """Whether forwards belong to the moment that the caller named, however many."""
+        return self._named is not None
+
     def set(
         self,
         *,

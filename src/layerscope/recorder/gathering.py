@@ -186,15 +186,18 @@ class Gathering:
     def give_up(self) -> None:
         """Hold nothing back any more."""
         self._thread = -1
-        self.basket.shut()
+        self.basket.bar()
         self._trials.clear()
 
     def begin(self, step: Any) -> None:
         """Begin a step, and judge the points whose trial is over; None is a step in which nothing may wait."""
-        if not self.is_mine:
-            return
-        self._leave_nothing()
-        self._thread = get_ident()
+        me = get_ident()
+        if self._thread != me:
+            if self._thread is not None:
+                return
+            self._thread = me
+        if self.basket.bytes or self._doubts:
+            self._leave_nothing()
         self._step += 1
         stream = -1 if is_capturing() else current_stream(self.place)
         if stream != self._stream:
@@ -205,7 +208,9 @@ class Gathering:
             with undisturbed():
                 self._judge()
         if step is not None and stream != -1:
-            self.basket.open(step, self._step, stream)
+            self.basket.open(step, self._step, stream, step.alone)
+        else:
+            self.basket.shut()
 
     def hold(self, request: Request, tensor: torch.Tensor, moment: Moment) -> Held | None:
         """Hold a tensor back, if its point may be."""
@@ -247,12 +252,17 @@ class Gathering:
 
     def end(self) -> None:
         """Take what was held back, and once more what is in doubt."""
-        if not self.is_mine:
+        if self._thread != get_ident():
             return
         self.basket.shut()
-        self.flush()
-        if not self._doubts:
-            return
+        left = self.basket.sweep()
+        if left is not None:
+            self._rest(left)
+        if self._doubts:
+            self._try()
+
+    def _try(self) -> None:
+        """Take once more what is in doubt."""
         doubts, self._doubts = self._doubts, []
         self.basket.doubted = 0
         held = [one.held for one in doubts]

@@ -185,19 +185,25 @@ class Lane:
         They lie plainly on this device. Small ones go in one launch, others by the copy engine. Nothing is done where
         no page-locked memory is free.
         """
-        small = [one for one in held if one.items * width <= _TINY]
-        if small and not why_not():
-            self._bring(small, width, room, gates, by_kernel=True)
+        size, largest = gates.room_for(held, width)
+        if largest <= _TINY and not why_not():
+            self._bring(held, size, width, room, gates, by_kernel=True)
+            return
+        small = [one for one in held if one.items * width <= _TINY and not why_not()]
+        if small:
+            self._bring(small, gates.room_for(small, width)[0], width, room, gates, by_kernel=True)
         large = [one for one in held if one.got is None]
         while large:  # not more at a time than leaves a chunk of page-locked memory full in the end
             some = max(1, _SHARE // (large[0].items * width))
-            self._bring(large[:some], width, room, gates, by_kernel=False)
+            self._bring(large[:some], gates.room_for(large[:some], width)[0], width, room, gates, by_kernel=False)
             large = large[some:]
 
-    def _bring(self, held: list[Any], width: int, room: Callable[[int], Bytes], gates: Any, *, by_kernel: bool) -> None:
+    def _bring(
+        self, held: list[Any], size: int, width: int, room: Callable[[int], Bytes], gates: Any, *, by_kernel: bool
+    ) -> None:
         raw = current_stream(self.place)
         with self._lock:
-            there = None if self.pinned is None else self.pinned.room(gates.room_for(held, width))
+            there = None if self.pinned is None else self.pinned.room(size)
             if there is None:
                 return
             flight = self._boarding(there[0], raw)

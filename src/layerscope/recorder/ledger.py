@@ -35,6 +35,7 @@ class Ledger:
         self._failures: dict[Point, str] = {}
         self._called: set[str] = set()
         self._due: set[int] = set()
+        self._last: tuple[bool, ...] = ()  # that was added to it
         self._schedule: str | None = None
         self._ops: set[str] = set()
 
@@ -52,7 +53,9 @@ class Ledger:
         """Count a forward, and the taps that were due in it."""
         with self._lock:
             self.forwards += 1
-            self._due.update(tap for tap, on in enumerate(due) if on)
+            if due is not self._last:
+                self._last = due
+                self._due.update(tap for tap, on in enumerate(due) if on)
 
     def unscheduled(self, error: Exception) -> None:
         """Take down that a schedule raised, and say it the first time."""

@@ -168,6 +168,7 @@ class _Step(Step):
     looks: dict[int, Look] = field(default_factory=dict)
     taken: dict[int, Taken] = field(default_factory=dict)
     moments: dict[int, Moment] = field(default_factory=dict)  # of each call
+    alone: bool = True  # whether no other forward belongs to it
 
     def at(self, call: int) -> Moment:
         """Return the moment of a call within the step."""
@@ -355,7 +356,8 @@ class Recording:
             if self._step is None or self._step.moment is not moment:
                 due = self._due(moment)
                 requests = self._plan.requests(due)
-                self._step = _Step(moment, idle=not any(due), due=due, requests=requests, whole=self._whole)
+                alone = not self._clock.is_named
+                self._step = _Step(moment, not any(due), due=due, requests=requests, whole=self._whole, alone=alone)
             step = self._step
         self._ledger.began(step.due)
         self._taking.begin(None if step.idle or step.whole or self._note else step)

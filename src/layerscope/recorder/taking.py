@@ -94,7 +94,8 @@ class Taking:
         self._shares = any(sides != {"output"} for sides in plan.sides.values())
         if on_device:
             self._devices.prepare(on_device, level=plan.default.level if plan.counts else None)
-            self._ask(lambda gathering: lane_of(torch.device("cuda", gathering.place)).prepare())
+            if self._gathering is not None:
+                self._prepare_lane(self._gathering)
         elif plan.counts:
             prepare(*_dtypes(parameters))
         return (self._devices.kernels if on_device else backend()) if plan.counts else None
@@ -116,11 +117,19 @@ class Taking:
 
     def begin(self, step: Any) -> None:
         """Begin a step; None is one in which no tensor may wait for its end."""
-        self._ask(lambda gathering: gathering.begin(step))
+        if self._gathering is not None:
+            try:
+                self._gathering.begin(step)
+            except Exception as error:
+                self._gather_no_more(error)
 
     def end(self) -> None:
         """End a step: what was held back is taken, and what is waited for from now on leaves at once."""
-        self._ask(lambda gathering: gathering.end())
+        if self._gathering is not None:
+            try:
+                self._gathering.end()
+            except Exception as error:
+                self._gather_no_more(error)
         try:
             self._devices.fetch()
         except Exception as error:  # whoever waits for the values is told
@@ -129,7 +138,7 @@ class Taking:
     def shut(self) -> None:
         """Have no tensor wait in the rest of this step."""
         if self._gathering is not None and self._gathering.is_mine:
-            self._gathering.basket.shut()
+            self._gathering.basket.bar()
 
     def flush(self) -> None:
         """Take what this thread has held back until now."""
@@ -209,25 +218,26 @@ class Taking:
     def _take_all(self, only: Only, dtype: torch.dtype, held: list[Held]) -> None:
         """Take one thing of each tensor, in one launch on the current stream; none where that cannot be done."""
         assert self._gathering is not None
-        gates = native.load()
+        gates: Any = native.load()
         try:
             if only == "tensor":
                 lane = lane_of(torch.device("cuda", self._gathering.place))
-                lane.ferry(held, dtype.itemsize, self._arena.room, gates)
+                ferry = partial(lane.ferry, width=dtype.itemsize, room=self._arena.room, gates=gates)
+                ferry(held)
+                way = gates.Way(only, dtype, None, None, ferry, None, 0, 0, 0)
             else:
                 way = self._devices.start_all(only, dtype, held, gates)
-                if way is not None:
-                    self._gathering.basket.aim(way)
+            if way is not None:
+                self._gathering.basket.aim(way)
         except Exception as error:
             self._gather_no_more(error)
 
-    def _ask(self, ask: Callable[[Gathering], None]) -> None:
-        """Ask something of the gathering, if there is one; where that fails, nothing is gathered any more."""
-        if self._gathering is not None:
-            try:
-                ask(self._gathering)
-            except Exception as error:
-                self._gather_no_more(error)
+    def _prepare_lane(self, gathering: Gathering) -> None:
+        lane = lane_of(torch.device("cuda", gathering.place))
+        try:
+            lane.prepare()
+        except Exception as error:
+            self._gather_no_more(error)
 
     def _gather_no_more(self, error: Exception) -> None:
         assert self._gathering is not None

@@ -126,9 +126,12 @@ class Plan:
     _requests: dict[tuple[bool, ...], dict[int, Request]] = field(default_factory=dict)
     _askers: dict[tuple[str, Side, bool], list[tuple[Leaf, int]]] = field(default_factory=dict)
     _wishes: list[Wish] = field(default_factory=list)  # of each tap
+    _always: tuple[bool, ...] | None = None  # what is due where no tap has a schedule
 
     def __post_init__(self) -> None:
         self._wishes = [self._of(tap) for tap in self.taps]
+        if self.when is None and all(tap.when is None for tap in self.taps):
+            self._always = (True,) * len(self.taps)
         self._resolve()
 
     def _resolve(self) -> None:
@@ -168,6 +171,8 @@ class Plan:
 
     def due(self, moment: Moment) -> tuple[bool, ...]:
         """Tell for each tap whether its schedule says yes."""
+        if self._always is not None:
+            return self._always
         schedules = (self.when if tap.when is None else tap.schedule for tap in self.taps)
         return tuple(schedule is None or bool(schedule(moment)) for schedule in schedules)
 

@@ -272,11 +272,11 @@ class End(Hook):
         """Look at what the call returned, None where it raised; no `value` means that the hook was just taken off."""
         if is_dynamo_compiling() or value is _NOT_GIVEN:
             return
-        watcher = self.watcher
         try:
             gate = self.gate
             if gate is not None and gate.end(module, value):
                 return
+            watcher = self.watcher
             if module is not self.module or not watcher.live:
                 return
             calls = watcher.local.calls
@@ -299,7 +299,7 @@ class End(Hook):
             else:
                 self.look(step, _frame_at(1), value)
         except Exception as error:
-            watcher.sink.failed(Point(self.name, "output"), error)
+            self.watcher.sink.failed(Point(self.name, "output"), error)
 
     def look(self, step: Step, frame: FrameType, value: object, number: int | None = None) -> None:
         """Look at whatever a call returned, and count it if it has no number yet."""

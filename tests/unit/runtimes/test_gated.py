@@ -1,0 +1,1165 @@
+"""Calls that pass by a gate are recorded as any others: the same records in the same order, and the same account.
+
+A device is played on the host, at the place that torch calls -1: what is taken there are the bytes at an address, at the
+moment of taking. Each test records the same run twice, with the gates and plainly, and compares everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import functools
+import gc
+import os
+import pickle
+import threading
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import layerscope as ls
+import zoo
+from asserts import assert_same_bits
+from layerscope import native
+from layerscope.recorder import gathering
+from layerscope.recorder.cargo import Arrival, as_tensor
+from layerscope.recorder.gathering import Gathering
+from layerscope.recorder.recording import Recording
+from layerscope.recorder.taking import Taking
+from layerscope.stats import summarize
+from zoo import Holder
+
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=f"no gates: {native.why_not()}")
+
+HERE = -1  # what torch calls the host
+EVERY = [".:input", "**:input", "**:output", ".:output"]
+STEPS = 4  # the first is the trial, in the second the hooks learn, from the third on calls pass
+
+
+# A device on the host -----------------------------------------------------------------------------
+
+
+class Copy(Arrival):
+    """The bytes that lay at an address, there at once; called for the values, or for what is counted of them."""
+
+    __slots__ = ("level",)
+
+    def __init__(self, only, dtype, shape, address):
+        super().__init__(dtype, shape, None)
+        size = shape.numel() * dtype.itemsize
+        self.host = as_tensor(np.frombuffer(bytearray(ctypes.string_at(address, size)), np.uint8), dtype, shape)
+        self.level = None if only == "tensor" else only
+
+    def __call__(self):
+        return self.host if self.level is None else summarize(self.host, level=self.level)
+
+    def same_as(self, other):
+        return torch.equal(*(one.host.reshape(-1).view(torch.uint8) for one in (self, other)))
+
+    def part(self, place, dtype, shape):
+        return self
+
+
+def lies_plainly(tensor):
+    """What is asked of a tensor before it is taken at once."""
+    try:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.is_cpu
+            and tensor.is_contiguous()
+            and not (tensor.is_neg() or tensor.dtype.is_complex or tensor.is_nested or tensor.is_quantized)
+            and tensor.data_ptr() % 16 == 0
+            and tensor.numel() > 0
+        )
+    except RuntimeError:
+        return False
+
+
+def take_all(only, dtype, held):
+    for one in held:
+        assert one.tensor.numel() == one.items, "memory is read that is not the tensor's"
+        one.got = Copy(only, dtype, torch.Size(one.shape), one.address)
+
+
+def prepare(self, parameters, plan, *, gathers):
+    """Stand in for `Taking.prepare`, on the device that is played."""
+    self.quick = self._shares = True
+    self._gathering = Gathering(
+        native.load(), HERE, take_all=take_all, alone=self._alone, keep=self._keep, doubtful=self._doubtful
+    )
+
+
+def at_once(self, taken, only, tensor):
+    """Stand in for `Taking._at_once`."""
+    if not lies_plainly(tensor):
+        return None
+    return Copy(only, tensor.dtype, tensor.shape, tensor.data_ptr())
+
+
+# Twice ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    """What one recording left, and what went through its hooks' Python."""
+
+    rows: list = field(default_factory=list)
+    values: list = field(default_factory=list)
+    account: object = None
+    result: object = None
+    seen: int = 0
+
+
+class Twice:
+    """Runs one and the same thing with gates and without."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch = monkeypatch
+
+    def record(self, make, run, taps, *, gated, **options):
+        made = Record()
+        with self.monkeypatch.context() as patched:
+            if gated:
+                patched.setattr(Taking, "prepare", prepare)
+                patched.setattr(Taking, "_at_once", at_once)
+            patched.setattr(gathering, "current_stream", lambda place: 0)
+            patched.setattr(gathering, "is_capturing", lambda: False)
+            patched.setattr(torch.cuda, "current_stream", lambda place: None)
+            seen = Recording.seen
+
+            def counted(self, *args, **given):
+                made.seen += 1
+                return seen(self, *args, **given)
+
+            patched.setattr(Recording, "seen", counted)
+            torch.manual_seed(0)
+            model = make()
+            runs = []
+            with ls.record(model, taps, weights=False, **{"keep": "tensor", **options}) as rec:
+                made.result = run(model, SimpleNamespace(rec=rec, runs=runs, made=made))
+            for one in [*runs, rec.run]:
+                for kept in one._kept:
+                    made.rows.append((str(kept.point), str(kept.moment), dict(kept.note)))
+                    made.values.append(kept.tensor if kept.tensor is not None else kept.summary)
+            made.account = rec.completeness
+        return made
+
+    def __call__(self, make, run, taps=EVERY, *, passes=True, **options):
+        plain = self.record(make, run, taps, gated=False, **options)
+        gated = self.record(make, run, taps, gated=True, **options)
+        assert gated.rows == plain.rows
+        assert in_order(gated.account) == in_order(plain.account)
+        for row, mine, other in zip(gated.rows, gated.values, plain.values, strict=True):
+            assert_same(mine, other, row)
+        assert_same(gated.result, plain.result, "what the model returned")
+        if passes:
+            assert gated.seen < plain.seen, "no call passed by a gate"
+        return gated, plain
+
+
+def in_order(account):
+    """What is missing, whenever that was found out: what waits is looked at when it is taken."""
+    return replace(account, missing=sorted(account.missing, key=str), dropped=sorted(account.dropped, key=str))
+
+
+def assert_same(mine, other, where):
+    if callable(mine) and not isinstance(mine, torch.Tensor):
+        mine = mine()
+    if callable(other) and not isinstance(other, torch.Tensor):
+        other = other()
+    assert type(mine) is type(other), where
+    if isinstance(mine, torch.Tensor):
+        assert mine.shape == other.shape, where
+        assert mine.dtype == other.dtype, where
+        assert_same_bits(mine.resolve_conj(), other.resolve_conj())
+    elif isinstance(mine, (list, tuple)):
+        assert len(mine) == len(other), where
+        for a, b in zip(mine, other, strict=True):
+            assert_same(a, b, where)
+    elif hasattr(mine, "fingerprint"):
+        assert repr(mine) == repr(other), where
+    else:
+        assert mine == other, where
+
+
+@pytest.fixture
+def twice(monkeypatch):
+    return Twice(monkeypatch)
+
+
+def steps(*args, count=STEPS, **kwargs):
+    """Return a run of several forwards, each with inputs of its own."""
+
+    def run(model, here):
+        return [model(*(arg + step for arg in args), **kwargs) for step in range(count)]
+
+    return run
+
+
+def linears(*names):
+    return {name: nn.Linear(4, 4) for name in names}
+
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+
+WAYS = pytest.mark.parametrize(
+    ("taps", "options"),
+    [
+        (EVERY, {"keep": "tensor"}),
+        (["**:output", ".:output"], {"keep": "tensor"}),
+        (EVERY, {"keep": "summary", "statistics": "moments"}),
+        ("**:output", {"keep": "summary", "statistics": "full"}),
+    ],
+    ids=["all", "outputs", "moments", "summaries"],
+)
+
+
+@WAYS
+@pytest.mark.parametrize("entry", zoo.ALL, ids=lambda entry: entry.__name__)
+def test_every_model_of_the_zoo_is_recorded_alike(twice, entry, taps, options):
+    _, inputs = entry()
+
+    def run(model, here):
+        return [model(*inputs) for _ in range(6)]
+
+    if entry is zoo.no_tensors:
+        taps = [*taps, ".:output"] if isinstance(taps, list) else [taps, ".:output"]
+    twice(lambda: entry()[0], run, taps, passes=entry is not zoo.no_tensors, **options)
+
+
+# Values -----------------------------------------------------------------------------------------
+
+
+def telling(values):
+    """A model whose part gives the next of some values each time, and hands on what it is given."""
+
+    def forward(m, x):
+        m.count += 1
+        given = values(m.count - 1, x)
+        m.hears(given, **(given if type(given) is dict and all(type(key) is str for key in given) else {}))
+        m.tells(x, given)
+        return m.last(x)
+
+    def make():
+        model = Holder(
+            forward, hears=Holder(lambda m, *a, **k: a[0]), tells=Holder(lambda m, x, given: given), last=nn.Linear(4, 4)
+        )
+        model.count = 0
+        return model
+
+    return make
+
+
+class Own(torch.Tensor):
+    """A subclass that does nothing of its own."""
+
+
+class Cache:
+    """What is not looked into."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def cycled(*makers, each=3):
+    """Give values of one kind for some steps, then of the next, and all of them again."""
+    return lambda number, x: makers[number // each % len(makers)](x)
+
+
+CHANGING = {
+    "longer tuple": cycled(lambda x: (x + 1, x + 2), lambda x: (x + 1, x + 2, x + 3)),
+    "empty tuple": cycled(lambda x: (x + 1,), lambda x: ()),
+    "list for tuple": cycled(lambda x: (x + 1, x + 2), lambda x: [x + 1, x + 2]),
+    "other keys": cycled(lambda x: {"a": x + 1, "b": x + 2}, lambda x: {"a": x + 1, "c": x + 2}),
+    "other order": cycled(lambda x: {"a": x + 1, "b": x + 2}, lambda x: {"b": x + 2, "a": x + 1}),
+    "keys that are numbers": cycled(lambda x: {"1": x + 1}, lambda x: {1: x + 1}),
+    "key spelled anew": cycled(lambda x: {"".join(["ke", "y"]): x + 1}, lambda x: {"k" + str("ey"): x + 2}),
+    "none": cycled(lambda x: x + 1, lambda x: None),
+    "none inside": cycled(lambda x: (x + 1, None), lambda x: (x + 1, x + 2), lambda x: (None, x + 1)),
+    "dtype": cycled(lambda x: x + 1, lambda x: (x + 1).double(), lambda x: (x * 9).long()),
+    "complex": cycled(lambda x: x + 1, lambda x: torch.complex(x, x + 1)),
+    "conjugate": cycled(lambda x: x + 1, lambda x: torch.complex(x, x + 1).conj()),
+    "negative": cycled(lambda x: x + 1, lambda x: torch.complex(x, x + 1).conj().imag),
+    "shape": cycled(lambda x: x + 1, lambda x: (x + 1).reshape(-1), lambda x: (x + 1).reshape(1, 2, 4, 1)),
+    "size": cycled(lambda x: x + 1, lambda x: torch.cat([x, x]), lambda x: x[0] + 1, lambda x: x.sum()),
+    "nothing": cycled(lambda x: x + 1, lambda x: x[:0]),
+    "subclass": cycled(lambda x: x + 1, lambda x: (x + 1).as_subclass(Own)),
+    "parameter": cycled(lambda x: x + 1, lambda x: nn.Parameter(x + 1)),
+    "transposed": cycled(lambda x: x + 1, lambda x: (x + 1).t().contiguous().t()),
+    "strided": cycled(lambda x: x + 1, lambda x: torch.cat([x, x], 1)[:, ::2]),
+    "expanded": cycled(lambda x: x + 1, lambda x: x[:1].expand(2, 4)),
+    "crooked": cycled(lambda x: x + 1, lambda x: torch.cat([x.reshape(-1), x[0]])[1:9]),
+    "sparse": cycled(lambda x: x + 1, lambda x: (x + 1).to_sparse()),
+    "sparse rows": cycled(lambda x: x + 1, lambda x: (x + 1).to_sparse_csr()),
+    "meta": cycled(lambda x: x + 1, lambda x: x.to("meta")),
+    "nested": cycled(lambda x: x + 1, lambda x: torch.nested.nested_tensor([x[0], x[1]])),
+    "quantized": cycled(lambda x: x + 1, lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
+    "inference": cycled(lambda x: x + 1, lambda x: torch.inference_mode()(lambda: x + 1)()),
+    "dataclass": cycled(lambda x: (x + 1,), lambda x: zoo.Parts(x + 1, x + 2)),
+    "named tuple": cycled(lambda x: (x + 1, x + 2), lambda x: zoo.Pair(x + 1, x + 2)),
+    "cache": cycled(lambda x: (x + 1, Cache(x)), lambda x: (x + 1, Cache(x + 1)), lambda x: (x + 1, 3)),
+    "number": cycled(lambda x: x + 1, lambda x: 3, lambda x: 3.0),
+    "tensor in place of a text": cycled(lambda x: (x + 1, "a"), lambda x: (x + 1, x + 2)),
+    "twice the same": cycled(lambda x: (x, x, {"again": x}), lambda x: (x, x + 1, {"again": x})),
+    "many": cycled(lambda x: [x + i for i in range(32)], lambda x: [x + i for i in range(33)]),
+    "deep": cycled(lambda x: [[[[[[[[[x + 1]]]]]]]]], lambda x: [[[[[[[x + 1]]]]]]]),
+    "keywords": cycled(lambda x: {"mask": x + 2}, lambda x: {"mask": None}, lambda x: {}),
+    "base and view": cycled(lambda x: (x, x[0], x.view(-1)), lambda x: (x[0], x, x.view(-1))),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@WAYS
+@pytest.mark.parametrize("values", CHANGING.values(), ids=CHANGING)
+def test_a_value_that_is_made_otherwise_from_step_to_step_is_recorded_alike(twice, values, taps, options):
+    def run(model, here):
+        with torch.no_grad():
+            return [model(X + step) for step in range(14)]
+
+    twice(telling(values), run, taps, **options)
+
+
+@WAYS
+def test_more_sizes_of_a_point_than_are_told_apart_are_recorded_alike(twice, taps, options):
+    def run(model, here):
+        return [model(torch.randn(1 + step % 11, 4)) for step in range(50)]
+
+    twice(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), run, taps, **options)
+
+
+# Calls ------------------------------------------------------------------------------------------
+
+
+def deeper(levels, call):
+    """Make a call from a stack that is some frames deeper."""
+    return call() if not levels else deeper(levels - 1, call)
+
+
+class Interrupted(BaseException):
+    """What hooks that are always called are not told of, as they are not told of a KeyboardInterrupt."""
+
+
+def breaking(error=Interrupted):
+    """A model of two blocks in which an error comes up where its `breaks` says."""
+
+    def inner(m, x):
+        x = m.one(x)
+        if model.breaks == "inner":
+            raise error
+        return m.two(x)
+
+    def outer(m, x):
+        if m.breaks == "begin":
+            raise error
+        x = m.first(x)
+        if m.breaks == "outer":
+            raise error
+        return m.second(x)
+
+    blocks = {name: Holder(inner, **linears("one", "two")) for name in ("first", "second")}
+    model = Holder(outer, **blocks)
+    model.breaks = None
+    return model
+
+
+@WAYS
+@pytest.mark.parametrize("where", ["begin", "outer", "inner"])
+@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt, ValueError])
+def test_a_forward_that_was_broken_off_leaves_nothing_behind(twice, taps, options, where, error):
+    def run(model, here):
+        out = [model(X + step) for step in range(STEPS)]
+        for levels in range(14):
+            model.breaks = where
+            with pytest.raises(error):
+                model(X - levels)
+            model.breaks = None
+            out.append(deeper(levels, lambda levels=levels: model(X * levels)))
+        return out
+
+    twice(lambda: breaking(error), run, taps, **options)
+
+
+@WAYS
+@pytest.mark.parametrize("part", ["first", "first.one", "first.two", "second", "second.two"])
+@pytest.mark.parametrize("where", ["begin", "outer", "inner"])
+def test_a_part_that_is_called_after_a_forward_was_broken_off_is_a_step_of_its_own(twice, taps, options, where, part):
+    def run(model, here):
+        out = [model(X + step) for step in range(STEPS)]
+        out += [model.get_submodule(part)(X) for _ in range(STEPS)]
+        for levels in range(16):
+            out.append(model(X + levels))
+            model.breaks = where
+            with pytest.raises(Interrupted):
+                model(X - levels)
+            model.breaks = None
+            out.append(deeper(levels, lambda levels=levels: model.get_submodule(part)(X * levels)))
+        return out
+
+    twice(breaking, run, taps, **options)
+
+
+def test_the_next_thread_is_not_taken_for_one_that_was_broken_off(twice):
+    def run(model, here):
+        out = []
+
+        def forwards():
+            out.extend(model(X + step) for step in range(STEPS))
+            model.breaks = "outer"
+            with contextlib.suppress(Interrupted):
+                model(X)
+
+        def another():
+            model.breaks = None
+            out.extend(deeper(levels, lambda: model.first(X)) for levels in range(14))
+
+        for what in (forwards, another):
+            thread = threading.Thread(target=what)
+            thread.start()
+            thread.join()
+        return out
+
+    twice(breaking, run)
+
+
+@WAYS
+def test_an_error_that_the_model_catches_costs_nothing_but_that_call(twice, taps, options):
+    def forward(m, x):
+        try:
+            y = m.first(x)
+        except ValueError:
+            y = x
+        return m.second(m.first.one(y))
+
+    def inner(m, x):
+        x = m.one(x)
+        if model_of[0].breaks:
+            raise ValueError
+        return m.two(x)
+
+    model_of = []
+
+    def make():
+        model = Holder(forward, first=Holder(inner, **linears("one", "two")), second=nn.Linear(4, 4))
+        model.breaks = False
+        model_of[:] = [model]
+        return model
+
+    def run(model, here):
+        out = []
+        for step in range(12):
+            model.breaks = step % 3 == 2
+            out.append(model(X + step))
+        return out
+
+    twice(make, run, taps, **options)
+
+
+@WAYS
+def test_an_interrupt_that_the_model_catches_costs_nothing_but_that_call(twice, taps, options):
+    def forward(m, x):
+        try:
+            y = m.first(x)
+        except Interrupted:
+            y = m.first.one(x)
+        return m.second(m.first.two(y))
+
+    def inner(m, x):
+        x = m.one(x)
+        if model_of[0].breaks:
+            raise Interrupted
+        return m.two(x)
+
+    model_of = []
+
+    def make():
+        model = Holder(forward, first=Holder(inner, **linears("one", "two")), second=nn.Linear(4, 4))
+        model.breaks = False
+        model_of[:] = [model]
+        return model
+
+    def run(model, here):
+        out = []
+        for step in range(12):
+            model.breaks = step % 3 == 2
+            out.append(model(X + step))
+        return out
+
+    twice(make, run, taps, **options)
+
+
+@WAYS
+def test_parts_that_are_called_between_steps_are_steps_of_their_own(twice, taps, options):
+    def run(model, here):
+        out = []
+        for step in range(10):
+            out += [model(X + step), model.first(X), model.first.one(X), deeper(step, lambda: model.second.two(X))]
+        return out
+
+    twice(breaking, run, taps, **options)
+
+
+@WAYS
+def test_calls_from_a_stack_of_changing_depth_are_recorded_alike(twice, taps, options):
+    def forward(m, x):
+        m.count += 1
+        for name in ("one", "two", "one", "three"):
+            part = getattr(m, name)
+            x = deeper((m.count * 7 + len(name)) % 9, functools.partial(part, x))
+        return deeper(m.count % 4, lambda: m.block(x))
+
+    def make():
+        block = Holder(lambda m, x: deeper(3, lambda: m.inner(x)), inner=nn.Linear(4, 4))
+        model = Holder(forward, **linears("one", "two", "three"), block=block)
+        model.count = 0
+        return model
+
+    def run(model, here):
+        return [deeper(step % 5, lambda step=step: model(X + step)) for step in range(20)]
+
+    twice(make, run, taps, **options)
+
+
+@WAYS
+def test_a_module_that_calls_itself_from_some_step_on_is_recorded_alike(twice, taps, options):
+    def inner(m, x, more):
+        x = x + 1
+        if more == 1:
+            x = m(x, more - 1)
+        elif more:
+            x = deeper(more, lambda: m(x, more - 1))
+        return x * 2
+
+    def forward(m, x):
+        m.count += 1
+        x = m.part(x, 0)
+        return m.part(m.last(x), [0, 0, 0, 0, 1, 2, 0, 3, 2, 1, 0][m.count % 11])
+
+    def make():
+        model = Holder(forward, part=Holder(inner), last=nn.Linear(4, 4))
+        model.count = 0
+        return model
+
+    def run(model, here):
+        return [model(X + step) for step in range(30)]
+
+    twice(make, run, taps, **options)
+
+
+@pytest.mark.parametrize("depth", [8, 31, 32, 33, 40, 70])
+@WAYS
+def test_calls_that_are_nested_very_deeply_are_recorded_alike(twice, depth, taps, options):
+    def make():
+        model = nn.Linear(4, 4)
+        for _ in range(depth):
+            model = Holder(lambda m, x: m.after(m.inner(m.before(x))), inner=model, before=nn.ReLU(), after=nn.Tanh())
+        return model
+
+    twice(make, steps(X), taps, **options)
+
+
+# Changes in place -------------------------------------------------------------------------------
+
+
+def changing(change, *, between=False):
+    """A model that changes a tensor which several points have seen: after the last of them, or between two."""
+
+    def forward(m, x):
+        y = m.one(x)
+        z = m.two(y)
+        m.same(y)
+        if between:
+            change(m, y)
+        m.same(y)
+        out = m.three(y) + z
+        if not between:
+            change(m, y)
+        return out
+
+    return lambda: Holder(forward, **linears("one", "two", "three"), same=nn.Identity())
+
+
+@WAYS
+@pytest.mark.parametrize("between", [False, True], ids=["after", "between"])
+@pytest.mark.parametrize("how", ["version", "data", "numpy", "view"])
+def test_a_tensor_that_is_changed_in_place_is_recorded_as_it_was(twice, taps, options, between, how):
+    def change(m, y):
+        if how == "version":
+            y.mul_(2)
+        elif how == "data":
+            y.data.mul_(2)
+        elif how == "numpy":
+            y.detach().numpy()[:] = 7
+        else:
+            y[0].mul_(2)
+
+    def run(model, here):
+        with torch.no_grad():
+            return [model(X + step) for step in range(8)]
+
+    if between and how in ("data", "numpy"):
+        pytest.skip("without a new version it is the same tensor to everybody")
+    twice(changing(change, between=between), run, taps, **options)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 8)], ids=["smaller", "larger"])
+def test_a_tensor_that_is_given_other_memory_is_not_read_beyond_its_end(twice, shape):
+    def change(m, y):
+        m.count = getattr(m, "count", 0) + 1
+        if m.count == 5:
+            y.data = torch.zeros(shape)
+
+    def run(model, here):
+        with torch.no_grad():
+            return [model(X + step) for step in range(8)]
+
+    plain = twice.record(changing(change), run, EVERY, gated=False)
+    gated = twice.record(changing(change), run, EVERY, gated=True)
+    lost = {(one.point, one.first) for one in gated.account.dropped}
+    assert lost == {(point, "step=4") for point, moment, _ in plain.rows if (point, moment, {}) not in gated.rows}
+    known = {row[:2]: value for row, value in zip(plain.rows, plain.values, strict=True)}
+    for row, value in zip(gated.rows, gated.values, strict=True):
+        assert_same(value, known[row[:2]], row)
+
+
+def test_a_first_change_is_said_to_have_cost_a_record(twice):
+    def change(m, y):
+        m.count = getattr(m, "count", 0) + 1
+        if m.count == 5:
+            y.mul_(2)
+
+    def run(model, here):
+        with torch.no_grad():
+            return [model(X + step) for step in range(8)]
+
+    plain = twice.record(changing(change), run, EVERY, gated=False)
+    gated = twice.record(changing(change), run, EVERY, gated=True)
+    lost = {(one.point, one.first, one.count) for one in gated.account.dropped}
+    seen = ("one:output", "two:input[0]", "same:input[0]", "same:output", "three:input[0]")
+    assert {point for point, _, _ in lost} == set(seen)
+    assert {(point, when) for point, when, _ in plain.rows} - {(point, when) for point, when, _ in gated.rows} == {
+        (point, when) for point in seen for when in ("step=4", "step=4 call=1") if (point, when, {}) in plain.rows
+    }
+
+
+# Recordings -------------------------------------------------------------------------------------
+
+
+@WAYS
+@pytest.mark.parametrize("order", ["nested", "overlapping"])
+def test_two_recordings_of_one_model_do_not_disturb_each_other(twice, taps, options, order):
+    def run(model, here):
+        out = [model(X + step) for step in range(STEPS)]
+        second = ls.record(model, EVERY, weights=False, keep="tensor")
+        second.__enter__()
+        out += [model(X - step) for step in range(STEPS)]
+        if order == "overlapping":
+            here.second = second
+        second.__exit__(None, None, None)
+        out += [model(X * step) for step in range(STEPS)]
+        out += [(str(kept.point), str(kept.moment), kept.tensor) for kept in second.run._kept]
+        return out
+
+    twice(breaking, run, taps, **options)
+
+
+def test_the_inner_of_two_recordings_goes_on_when_the_outer_has_ended(twice):
+    def run(model, here):
+        first, second = (ls.record(model, EVERY, weights=False, keep="tensor") for _ in range(2))
+        out = []
+        first.__enter__()
+        out += [model(X + step) for step in range(STEPS)]
+        second.__enter__()
+        out += [model(X - step) for step in range(STEPS)]
+        first.__exit__(None, None, None)
+        out += [model(X * step) for step in range(STEPS)]
+        second.__exit__(None, None, None)
+        for rec in (first, second):
+            out += [(str(kept.point), str(kept.moment), kept.tensor) for kept in rec.run._kept]
+        return out
+
+    twice(breaking, run)
+
+
+def test_a_recording_inside_the_forward_of_another_sees_its_own(twice):
+    def forward(m, x):
+        x = m.one(x)
+        with ls.record(m.block, EVERY, weights=False, keep="tensor") as rec:
+            for _ in range(STEPS):
+                x = m.block(x)
+        m.inner.append([(str(kept.point), str(kept.moment), kept.tensor) for kept in rec.run._kept])
+        return m.two(x)
+
+    def make():
+        block = Holder(lambda m, x: m.four(m.three(x)), **linears("three", "four"))
+        model = Holder(forward, **linears("one", "two"), block=block)
+        model.inner = []
+        return model
+
+    def run(model, here):
+        return [model(X + step) for step in range(STEPS)], model.inner
+
+    twice(make, run)
+
+
+@WAYS
+def test_a_note_in_the_middle_of_a_step_or_between_two_is_kept_with_its_records(twice, taps, options):
+    def forward(m, x):
+        m.count += 1
+        x = m.first(x)
+        if m.count % 3 == 0:
+            m.rec.moment(note={"from": m.count})
+        elif m.count % 4 == 0:
+            m.rec.moment()
+        return m.second(x)
+
+    def make():
+        model = Holder(forward, first=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), second=nn.Linear(4, 4))
+        model.count = 0
+        return model
+
+    def run(model, here):
+        object.__setattr__(model, "rec", here.rec)
+        out = []
+        for step in range(30):
+            if step % 7 == 6:
+                here.rec.moment(step=100 + step, note={"between": step})
+            if step % 7 == 2:
+                here.rec.moment(epoch=step)
+            if step % 11 == 10:
+                here.rec.moment(batch=step)
+            out.append(model(X + step))
+        return out
+
+    twice(make, run, taps, **options)
+
+
+def test_several_forwards_of_one_named_step_are_numbered_on(twice):
+    def run(model, here):
+        out = []
+        for step in range(6):
+            here.rec.moment(step=step)
+            out += [model(X + step), model(X - step), model.first(X)]
+        return out
+
+    twice(breaking, run)
+
+
+@pytest.mark.parametrize("when", ["every(2)", "every(3) | first(5)", "steps(0, 1, 2, 3, 4, 9, 10, 11)"])
+@WAYS
+def test_schedules_are_kept(twice, when, taps, options):
+    twice(breaking, steps(X, count=16), taps, when=when, **options)
+
+
+def test_taps_of_several_schedules_and_wishes_are_kept_from_step_to_step(twice):
+    taps = [
+        ls.Tap("first.*:output", when="every(2)"),
+        ls.Tap(["first.one:input", "second:output"], keep="summary", when="every(3)"),
+        ls.Tap(["first.one:output", "second.two:input"], keep="summary", statistics="moments", when="every(5) | first(4)"),
+        ls.Tap("second.one:output", keep=lambda tensor: tensor.sum()),
+        ls.Tap(".:output", keep="both", when="every(7)"),
+    ]
+    twice(breaking, steps(X, count=60), taps)
+
+
+@WAYS
+@pytest.mark.parametrize("leave", [0, 1, 2])
+def test_what_is_taken_after_each_step_is_the_same(twice, leave, taps, options):
+    def run(model, here):
+        out = []
+        for step in range(9):
+            out.append(model(X + step))
+            here.runs.append(here.rec.take(leave=leave))
+            out.append(len(here.runs[-1]._kept))
+        return out
+
+    twice(breaking, run, taps, **options)
+
+
+@WAYS
+def test_what_is_taken_in_the_middle_of_a_step_is_the_same(twice, taps, options):
+    def forward(m, x):
+        x = m.first(x)
+        m.here.runs.append(m.here.rec.take())
+        return m.second(m.second(x))
+
+    def make():
+        return Holder(forward, first=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), second=nn.Identity())
+
+    def run(model, here):
+        object.__setattr__(model, "here", here)
+        return [model(X + step) for step in range(8)], [len(one._kept) for one in here.runs]
+
+    twice(make, run, taps, **options)
+
+
+def test_forwards_of_several_threads_are_recorded_alike(twice):
+    def run(model, here):
+        out = [model(X + step) for step in range(STEPS)]
+        turns = [threading.Event() for _ in range(13)]
+        turns[0].set()
+
+        def forwards(first):
+            for turn in range(first, 12, 3):
+                turns[turn].wait(30)
+                out.append(model(X * turn))
+                turns[turn + 1].set()
+
+        threads = [threading.Thread(target=forwards, args=(first,)) for first in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        out += [model(X + step) for step in range(STEPS)]
+        return out
+
+    twice(breaking, run)
+
+
+def test_a_forward_on_another_thread_in_the_middle_of_one_is_recorded_alike(twice):
+    def forward(m, x):
+        x = m.first(x)
+        thread = threading.Thread(target=lambda: m.out.append(m.third(x)))
+        thread.start()
+        thread.join()
+        return m.second(x)
+
+    def make():
+        model = Holder(forward, **linears("first", "second", "third"))
+        model.out = []
+        return model
+
+    twice(make, lambda model, here: ([model(X + step) for step in range(8)], model.out))
+
+
+def test_forwards_of_many_threads_at_once_lose_nothing(twice):
+    def run(model, here):
+        def forwards():
+            for step in range(30):
+                model(X + step)
+
+        threads = [threading.Thread(target=forwards) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    plain = twice.record(breaking, run, EVERY, gated=False)
+    gated = twice.record(breaking, run, EVERY, gated=True)
+    assert sorted(row[:2] for row in gated.rows) == sorted(row[:2] for row in plain.rows)
+    assert gated.account == plain.account
+    steps_of = [{}, {}]
+    for one, found in zip((plain, gated), steps_of, strict=True):
+        for row, value in zip(one.rows, one.values, strict=True):
+            found.setdefault(row[1], []).append((row[0], value.detach().numpy().tobytes()))
+    assert sorted(map(sorted, steps_of[0].values())) == sorted(map(sorted, steps_of[1].values()))
+
+
+# torch ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: torch.device("cpu"),
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch._C.DisableTorchFunction(),
+        lambda: torch.utils.flop_counter.FlopCounterMode(display=False),
+    ],
+    ids=["device", "inference", "no grad", "autocast", "no functions", "flops"],
+)
+@WAYS
+def test_modes_of_torch_are_borne(twice, mode, taps, options):
+    def forward(m, x):
+        x = m.first(x)
+        with mode() if m.count % 4 == 3 else contextlib.nullcontext():
+            m.count += 1
+            x = m.second(x)
+        return m.third(x.clone().float())
+
+    def make():
+        model = Holder(forward, **linears("first", "second", "third"))
+        model.count = 0
+        return model
+
+    def run(model, here):
+        model.requires_grad_(False)
+        out = []
+        for step in range(16):
+            with mode() if step % 5 == 4 else contextlib.nullcontext():
+                out.append(model(X + step))
+        return out
+
+    twice(make, run, taps, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+@WAYS
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plainly", "reentrant"])
+@pytest.mark.parametrize("where", ["after", "inside"])
+def test_what_activation_checkpointing_repeats_is_not_recorded_again(twice, reentrant, where, taps, options):
+    def forward(m, x):
+        x = x.detach().requires_grad_()
+        y = checkpoint(m.one, x, use_reentrant=reentrant)
+        z = checkpoint(m.two, y, use_reentrant=reentrant)
+        if where == "inside":
+            z.sum().backward()
+            return m.last(x.grad)
+        return z
+
+    def make():
+        block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))  # noqa: E731
+        return Holder(forward, one=block(), two=block(), last=nn.Linear(4, 4))
+
+    def run(model, here):
+        out = []
+        for step in range(8):
+            out.append(model(X + step))
+            out[-1].sum().backward()
+            out += [parameter.grad.clone() for parameter in model.one.parameters()]
+        return out
+
+    taps = [one for one in taps if one != "last"] if isinstance(taps, list) else taps
+    twice(make, run, taps, **options)
+
+
+@WAYS
+def test_a_gradient_inside_a_forward_is_none_of_its_calls(twice, taps, options):
+    def forward(m, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = m.energy(x)
+            energy.register_hook(lambda gradient: m.scale(gradient))
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return m.last(force)
+
+    def make():
+        energy = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        return Holder(forward, energy=energy, scale=nn.Identity(), last=nn.Linear(4, 4))
+
+    twice(make, steps(X, count=8), taps, **options)
+
+
+@WAYS
+def test_a_call_of_a_backward_pass_that_is_as_deep_as_one_of_the_forward_is_told_from_it(twice, taps, options):
+    def forward(m, x):
+        x = x.detach().requires_grad_()
+        y = m.energy(x)
+        y.register_hook(lambda gradient: m.scale(gradient))
+        for levels in range(8):
+            x = deeper(levels, lambda x=x: m.scale(x))
+            y.sum().backward(retain_graph=True)
+        return m.last(x)
+
+    def make():
+        return Holder(forward, energy=nn.Linear(4, 4), scale=nn.Identity(), last=nn.Linear(4, 4))
+
+    twice(make, steps(X, count=8), taps, **options)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full graph", "graphs"])
+@pytest.mark.parametrize("what", ["part", "model", "part of a forward"])
+def test_compiling_while_recording_breaks_nothing(twice, what, full):
+    def forward(m, x):
+        x = m.first(x)
+        call = m.compiled[0] if m.compiled else m.second
+        return m.third(call(x))
+
+    def make():
+        second = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        model = Holder(forward, first=nn.Linear(4, 4), second=second, third=nn.Linear(4, 4))
+        model.compiled = []
+        return model
+
+    def run(model, here):
+        torch._dynamo.reset()
+        out = [model(X + step) for step in range(STEPS)]
+        compiled = torch.compile(model if what == "model" else model.second, backend="eager", fullgraph=full)
+        if what == "part of a forward":
+            model.compiled.append(compiled)
+            out += [model(X - step) for step in range(STEPS)]
+            model.compiled.clear()
+        else:
+            out += [compiled(X - step) for step in range(STEPS)]
+        out += [model(X * step) for step in range(STEPS)]
+        torch._dynamo.reset()
+        return out
+
+    twice(make, run)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tracing_and_transforms_in_between_are_borne(twice):
+    def run(model, here):
+        out = [model(X + step) for step in range(STEPS)]
+        torch.jit.trace(model, X)
+        out += [model(X + step) for step in range(STEPS)]
+        torch.export.export(model, (X,))
+        out += [model(X + step) for step in range(STEPS)]
+        return out
+
+    twice(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4))), run)
+
+
+def functional(model, x):
+    return torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda model: torch.func.vmap(lambda x: model(x))(torch.stack([X, X + 1])),
+        lambda model: torch.func.grad(lambda x: model(x).sum())(X),
+        lambda model: torch.func.jvp(lambda x: model(x), (X,), (X,))[0],
+        lambda model: torch.func.functionalize(lambda x: model(x))(X),
+    ],
+    ids=["vmap", "grad", "jvp", "functionalize"],
+)
+def test_transforms_of_functions_are_borne(twice, transformed):
+    def run(model, here):
+        out = []
+        for step in range(3):
+            out += [model(X + step) for step in range(STEPS)]
+            out.append(transformed(model))
+        return out
+
+    twice(breaking, run)
+
+
+# Python -----------------------------------------------------------------------------------------
+
+
+@WAYS
+def test_hooks_of_others_are_called_as_ever(twice, taps, options):
+    def run(model, here):
+        told, out = [], []
+
+        def hook(module, args, value):
+            told.append(len(told))
+            return value * 2 if len(told) % 5 == 0 else None
+
+        def before(module, args):
+            return (args[0] + 1,) if len(told) % 3 == 0 else None
+
+        handles = []
+        for step in range(16):
+            if step == 4:
+                handles += [part.register_forward_hook(hook) for part in (model.first, model.second.one)]
+                handles.append(model.second.register_forward_pre_hook(before))
+            if step == 8:
+                handles.append(model.first.one.register_forward_hook(hook, prepend=True))
+                handles.append(model.first.two.register_forward_pre_hook(before, prepend=True))
+            if step == 13:
+                for handle in handles:
+                    handle.remove()
+            out.append(model(X + step))
+        return out, told
+
+    twice(breaking, run, taps, **options)
+
+
+@WAYS
+def test_copies_and_pickles_of_the_model_are_not_recorded(twice, taps, options):
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 4))
+
+    def run(model, here):
+        out = []
+        for step in range(10):
+            out.append(model(X + step))
+            out += [other(X) for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model))]
+        return out
+
+    twice(make, run, taps, **options)
+
+
+@WAYS
+def test_a_shallow_copy_that_is_called_inside_the_original_is_not_taken_for_it(twice, taps, options):
+    def inner(m, x):
+        y = m.part(x)
+        if m.other:
+            y = m.other[0](y)
+        return m.part(y)
+
+    def make():
+        block = Holder(inner, part=nn.Linear(4, 4))
+        block.other = []
+        return Holder(lambda m, x: m.last(m.block(x)), block=block, last=nn.Linear(4, 4))
+
+    def run(model, here):
+        out = [model(X + step) for step in range(STEPS)]
+        other = copy.copy(model.block)
+        other.other = []
+        model.block.other = [other]
+        out += [model(X + step) for step in range(STEPS)]
+        return out
+
+    twice(make, run, taps, **options)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_records_nothing_and_its_parent_goes_on(twice):
+    def forward(m, x):
+        x = m.first(x)
+        if m.forks:
+            m.forks.pop()
+            child = os.fork()
+            if not child:
+                m.child = True
+            else:
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return m.second(x)
+
+    def make():
+        model = Holder(forward, **linears("first", "second"))
+        model.forks, model.child = [], False
+        return model
+
+    def run(model, here):
+        out = [model(X + step) for step in range(STEPS)]
+        model.forks.append(1)
+        before = len(here.rec._pending)
+        out.append(model(X))
+        if model.child:
+            with torch.no_grad():
+                model(X)
+            os._exit(0 if len(here.rec._pending) <= before + 3 else 1)
+        out += [model(X + step) for step in range(STEPS)]
+        return out
+
+    twice(make, run)
+
+
+@WAYS
+def test_collecting_garbage_all_the_time_changes_nothing(twice, taps, options):
+    def run(model, here):
+        was = gc.get_threshold()
+        gc.set_threshold(1)
+        try:
+            return [model(X + step) for step in range(8)]
+        finally:
+            gc.set_threshold(*was)
+
+    twice(breaking, run, taps, **options)
+
+
+def test_a_recording_is_let_go_when_it_has_ended(twice):
+    import weakref
+
+    kept = []
+
+    def run(model, here):
+        kept.append(weakref.ref(here.rec))
+        return [model(X + step) for step in range(8)]
+
+    twice(breaking, run)
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
