@@ -20,10 +20,9 @@ import torch
 __all__ = ["load", "why_not"]
 
 
-@cache
 def load() -> Any | None:
     """Return the module, compiled if need be."""
-    return None if _tried()[1] else _tried()[0]
+    return _tried()[0]
 
 
 def why_not() -> str:

@@ -31,6 +31,18 @@
 #define DEPTH(thread) ((thread)->recursion_depth)
 #endif
 
+#if PY_VERSION_HEX >= 0x030D0000
+static int refers_to(PyObject *weak, PyObject *object)
+{
+    PyObject *found = NULL;
+    if (PyWeakref_GetRef(weak, &found) < 0) PyErr_Clear();
+    Py_XDECREF(found);
+    return found == object;
+}
+#else
+#define refers_to(weak, object) (PyWeakref_GET_OBJECT(weak) == (object))
+#endif
+
 #define SIZES 8   /* of one point's tensors that are told apart */
 #define PARTS 32  /* tensors of one value; more are for the hook */
 #define RECENT 8  /* tensors that are looked through for one that waits already */
@@ -39,7 +51,14 @@
 
 static PyObject *tensor_type, *get_frame, *graph_task, *has_modes, *count_type; /* what `prepare` was given */
 static PyObject *s_calls, *s_version, *s_data_ptr, *s_numel, *s_at, *s_moments, *s_shape, *s_contiguous, *s_is_neg,
-    *s_is_nested, *s_dtype, *s_requests, *s_get_device, *s_page, *s_aboard, *s_over, *s_table, *s_acquire, *s_release;
+    *s_is_nested, *s_is_complex, *s_dtype, *s_requests, *s_get_device, *s_page, *s_aboard, *s_over, *s_table, *s_acquire,
+    *s_release, *s_is_meta, *s_is_quantized;
+
+/* How deep in the stack of Python and in that of C. */
+typedef struct {
+    long python;
+    intptr_t c;
+} Depth;
 
 typedef struct {
     PyObject_HEAD
@@ -49,7 +68,7 @@ typedef struct {
     PyObject *under_way, *moment;                    /* the thread's calls, and the moment of a first call, once known */
     struct {
         PyObject *call;
-        long depth;
+        Depth depth;
     } nested[NESTED];
     int nesting;
     struct Way *ways[WAYS];
@@ -85,7 +104,7 @@ typedef struct Way {
 typedef struct {
     PyObject_HEAD
     Basket *basket;
-    PyObject *point, *kind, *standing, *requests;
+    PyObject *point, *kind, *standing, *requests, *dtype; /* the last being that of the tensors that may wait */
     Size sizes[SIZES];
     int count;
 } Pass;
@@ -106,8 +125,8 @@ typedef struct {
     PyObject *module, *name, *local;
     PyObject *value, *args, *kwargs; /* what is expected: see `match` */
     int blind;                       /* whether calls pass by, and nothing of them is wanted */
-    long away;                       /* frames to the one that makes the outer call, */
-    long levels;                     /* and levels of the interpreter's, once they were counted */
+    long away;                       /* frames to the one that makes the outer call */
+    Depth inside, here;              /* how much deeper the hook is than the outer call's, and than its own call's, once known */
     long long step, counted;         /* the last one that calls passed in, and how many nobody but the gate has counted */
 } Gate;
 
@@ -151,6 +170,14 @@ static int is_frame(PyObject *frame, long away)
     return found == frame;
 }
 
+/* Forget what a question raised; 0 if it was an interrupt, which is nobody's to forget. */
+static int forgiven(void)
+{
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return 0;
+    PyErr_Clear();
+    return 1;
+}
+
 /* The basket. */
 
 static int is_open(Basket *basket)
@@ -175,6 +202,7 @@ static Size *size_of(Pass *pass, PyObject *tensor)
     Basket *basket = pass->basket;
     if (pass->requests != basket->requests || !pass->count) return NULL;
     long long items = number_of(PyObject_CallMethodNoArgs(tensor, s_numel));
+    if (items < 0) return NULL;
     for (int i = 0; i < pass->count; i++) {
         Size *size = &pass->sizes[i];
         if (size->items != items) continue;
@@ -201,12 +229,13 @@ static Held *twin_of(Basket *basket, Held *mine)
 {
     for (int i = 0; i < RECENT; i++) {
         Held *other = basket->recent[i];
-        if (basket->tensors[i] == mine->tensor && other->version == mine->version && other->pass->kind == mine->pass->kind)
+        if (basket->tensors[i] == mine->tensor && other->tensor == mine->tensor && other->version == mine->version &&
+            other->pass->kind == mine->pass->kind)
             return other;
     }
     for (int i = 0; i < RECENT && basket->taken[i].held != NULL; i++) {
         Held *other = basket->taken[i].held;
-        if (PyWeakref_GET_OBJECT(basket->taken[i].tensor) == mine->tensor && other->version == mine->version &&
+        if (refers_to(basket->taken[i].tensor, mine->tensor) && other->version == mine->version &&
             other->pass->kind == mine->pass->kind)
             return other;
     }
@@ -224,25 +253,28 @@ static void forget_taken(Basket *basket)
 /* Hold nothing any more; what was held last is known again by its tensor, if that lives so long. */
 static PyObject *emptied(Basket *basket)
 {
-    PyObject *empty = PyList_New(0), *held = basket->held;
+    Held *recent[RECENT];
+    PyObject *empty = PyList_New(0);
     if (empty == NULL) return NULL;
-    int known = 0;
-    forget_taken(basket);
-    for (int i = 0; basket->step != NULL && i < RECENT; i++)
-        if (basket->recent[i] != NULL) {
-            PyObject *weak = PyWeakref_NewRef(basket->tensors[i], NULL);
-            if (weak == NULL) {
-                PyErr_Clear();
-                continue;
-            }
-            basket->taken[known].tensor = weak;
-            basket->taken[known++].held = (Held *)Py_NewRef((PyObject *)basket->recent[i]);
-        }
+    PyObject *held = basket->held; /* ours from here on: what is forgotten below may run anybody's Python */
+    memcpy(recent, basket->recent, sizeof recent);
+    memset(basket->recent, 0, sizeof basket->recent);
+    memset(basket->tensors, 0, sizeof basket->tensors);
     basket->held = empty;
     basket->bytes = 0;
     basket->now = 0;
-    memset(basket->recent, 0, sizeof basket->recent);
-    memset(basket->tensors, 0, sizeof basket->tensors);
+    forget_taken(basket);
+    for (int i = 0, known = 0; i < RECENT; i++) {
+        if (recent[i] == NULL || recent[i]->tensor == NULL) continue;
+        PyObject *weak = PyWeakref_NewRef(recent[i]->tensor, NULL);
+        if (weak == NULL) PyErr_Clear();
+        if (weak == NULL || basket->step == NULL || basket->taken[known].held != NULL) {
+            Py_XDECREF(weak);
+            continue;
+        }
+        basket->taken[known].tensor = weak;
+        basket->taken[known++].held = (Held *)Py_NewRef((PyObject *)recent[i]);
+    }
     return held;
 }
 
@@ -255,6 +287,7 @@ static int hold(Basket *basket, Part *part, PyObject *moment)
     if (twin != NULL) {
         held->twin = Py_NewRef((PyObject *)twin);
         Py_CLEAR(held->tensor); /* the other one sees to it */
+        basket->now |= part->size->now && twin->tensor != NULL;
     } else {
         unsigned at = basket->count++ % RECENT;
         basket->recent[at] = held;
@@ -281,15 +314,17 @@ static int make_room(Basket *basket)
     return done != NULL;
 }
 
-static PyObject *moment_of(Basket *basket, PyObject *number) /* borrowed from the step */
+static PyObject *moment_of(Basket *basket, PyObject *number)
 {
-    int first = PyLong_AsLong(number) == 0;
-    if (first && basket->moment != NULL) return basket->moment;
+    long call = PyLong_AsLong(number);
+    if (call == -1 && PyErr_Occurred()) return NULL;
+    int first = call == 0;
+    if (first && basket->moment != NULL) return Py_NewRef(basket->moment);
     PyObject *moment = PyDict_GetItemWithError(basket->moments, number);
-    if (moment == NULL && !PyErr_Occurred()) {
+    if (moment != NULL)
+        Py_INCREF(moment);
+    else if (!PyErr_Occurred())
         moment = PyObject_CallMethodOneArg(basket->step, s_at, number);
-        Py_XDECREF(moment); /* the step keeps it */
-    }
     if (first && moment != NULL) Py_XSETREF(basket->moment, Py_NewRef(moment));
     return moment;
 }
@@ -298,9 +333,11 @@ static int Basket_init(Basket *self, PyObject *args, PyObject *given)
 {
     static char *names[] = {"place", "keep", "rest", "most", "current_stream", "is_capturing", NULL};
     PyObject *place, *keep, *rest, *current_stream, *is_capturing;
+    if (tensor_type == NULL) return PyErr_SetString(PyExc_RuntimeError, "`prepare` comes first"), -1;
     if (!PyArg_ParseTupleAndKeywords(args, given, "O!OOnOO", names, &PyLong_Type, &place, &keep, &rest, &self->most,
                                      &current_stream, &is_capturing))
         return -1;
+    if (PyLong_AsLongLong(place) == -1 && PyErr_Occurred()) return -1;
     Py_XSETREF(self->place, Py_NewRef(place));
     Py_XSETREF(self->keep, Py_NewRef(keep));
     Py_XSETREF(self->rest, Py_NewRef(rest));
@@ -374,13 +411,14 @@ static PyObject *Basket_open(Basket *self, PyObject *args)
     shut(self);
     self->alone = alone;
     self->barred = 0;
-    PyObject *calls = PyObject_GetAttr(step, s_calls), *moments = PyObject_GetAttr(step, s_moments),
-             *requests = PyObject_GetAttr(step, s_requests);
-    if (calls == NULL || requests == NULL || moments == NULL || !PyDict_Check(moments)) {
+    PyObject *calls = PyObject_GetAttr(step, s_calls),
+             *moments = calls == NULL ? NULL : PyObject_GetAttr(step, s_moments),
+             *requests = moments == NULL ? NULL : PyObject_GetAttr(step, s_requests);
+    if (requests == NULL || !PyDict_Check(moments) || !PyDict_Check(calls)) {
         Py_XDECREF(calls);
         Py_XDECREF(moments);
         Py_XDECREF(requests);
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the moments of a step are a dict");
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the calls and the moments of a step are dicts");
         return NULL;
     }
     self->calls = calls;
@@ -415,7 +453,7 @@ static PyObject *Basket_hold(Basket *self, PyObject *args)
         (part.size = size_of(pass, tensor)) != NULL && is_on_stream(self))
         part.held = made(pass, tensor, part.size->items);
     if (part.held == NULL) {
-        PyErr_Clear();
+        if (!forgiven()) return NULL;
         Py_RETURN_NONE;
     }
     if (!hold(self, &part, moment) || !make_room(self)) Py_CLEAR(part.held);
@@ -491,11 +529,13 @@ static int Pass_traverse(Pass *self, visitproc visit, void *arg)
     Py_VISIT(self->kind);
     Py_VISIT(self->standing);
     Py_VISIT(self->requests);
+    Py_VISIT(self->dtype);
     return 0;
 }
 
 static int Pass_clear(Pass *self)
 {
+    Py_CLEAR(self->dtype);
     Py_CLEAR(self->basket);
     Py_CLEAR(self->point);
     Py_CLEAR(self->kind);
@@ -507,12 +547,14 @@ static int Pass_clear(Pass *self)
 static PyObject *Pass_allow(Pass *self, PyObject *args)
 {
     Size size;
-    if (!PyArg_ParseTuple(args, "LnLp", &size.items, &size.size, &size.until, &size.now)) return NULL;
+    PyObject *dtype;
+    if (!PyArg_ParseTuple(args, "LOnLp", &size.items, &dtype, &size.size, &size.until, &size.now)) return NULL;
     int at = 0;
     while (at < self->count && self->sizes[at].items != size.items) at++;
     if (at == SIZES) Py_RETURN_FALSE;
     if (at == self->count) self->count++;
     self->sizes[at] = size;
+    Py_XSETREF(self->dtype, Py_NewRef(dtype));
     Py_RETURN_TRUE;
 }
 
@@ -523,7 +565,7 @@ static PyObject *Pass_deny(Pass *self, PyObject *none)
 }
 
 static PyMethodDef Pass_methods[] = {
-    {"allow", (PyCFunction)Pass_allow, METH_VARARGS, "Let tensors of so many items, and bytes, wait until a step, or be taken as they appear."},
+    {"allow", (PyCFunction)Pass_allow, METH_VARARGS, "Let tensors of so many items, of a dtype and bytes, wait until a step, or be taken at once."},
     {"deny", (PyCFunction)Pass_deny, METH_NOARGS, "Let none wait."},
     {NULL}};
 
@@ -562,15 +604,6 @@ static int Held_clear(Held *self)
     return 0;
 }
 
-/* Whether torch knows of no change; an address is none where the memory was given back. */
-static int is_intact(Held *self)
-{
-    long long version = number_of(PyObject_GetAttr(self->tensor, s_version));
-    return !PyErr_Occurred() && version == self->version &&
-           is_address(PyObject_CallMethodNoArgs(self->tensor, s_data_ptr), &self->address) &&
-           (self->address || !self->items);
-}
-
 static int says(PyObject *tensor, PyObject *name, int call) /* what it says of itself; -1 if it raises */
 {
     PyObject *answer = call ? PyObject_CallMethodNoArgs(tensor, name) : PyObject_GetAttr(tensor, name);
@@ -579,10 +612,25 @@ static int says(PyObject *tensor, PyObject *name, int call) /* what it says of i
     return truth;
 }
 
+/* Whether torch knows of no change, neither of the values nor of the memory; -1 if the tensor cannot be asked (in a
+   transform of functions). */
+static int is_intact(Held *self)
+{
+    long long version = number_of(PyObject_GetAttr(self->tensor, s_version));
+    if (PyErr_Occurred() || !is_address(PyObject_CallMethodNoArgs(self->tensor, s_data_ptr), &self->address)) return -1;
+    long long items = number_of(PyObject_CallMethodNoArgs(self->tensor, s_numel));
+    if (PyErr_Occurred()) return -1;
+    if (!self->address && items && says(self->tensor, s_is_meta, 0)) return -1;
+    return version == self->version && items == self->items && (self->address || !items);
+}
+
 static int lies_plainly(Held *self, long long place)
 {
-    return self->address % 16 == 0 && self->items > 0 && (PyObject *)Py_TYPE(self->tensor) == tensor_type &&
-           number_of(PyObject_CallMethodNoArgs(self->tensor, s_get_device)) == place &&
+    PyObject *known = self->pass->dtype; /* of tensors that were found to lie plainly before */
+    if (known == NULL ? says(self->dtype, s_is_complex, 0) || says(self->tensor, s_is_quantized, 0) : known != self->dtype)
+        return 0;
+    return self->address % 16 == 0 && self->items > 0 &&
+           (PyObject *)Py_TYPE(self->tensor) == tensor_type && number_of(PyObject_CallMethodNoArgs(self->tensor, s_get_device)) == place &&
            says(self->tensor, s_is_nested, 0) == 0 && says(self->tensor, s_contiguous, 1) == 1 &&
            says(self->tensor, s_is_neg, 1) == 0;
 }
@@ -610,6 +658,8 @@ static int Way_init(Way *self, PyObject *args, PyObject *given)
     if (!PyArg_ParseTupleAndKeywords(args, given, "UOOOOOLLL", names, &kind, &dtype, &lock, &desk, &launch, &turn,
                                      &self->slots, &self->tile, &self->most))
         return -1;
+    if (desk != Py_None && (self->tile < 1 || self->most < 1))
+        return PyErr_SetString(PyExc_ValueError, "a tile and a program at least"), -1;
     Py_INCREF(kind);
     PyUnicode_InternInPlace(&kind);
     Py_XSETREF(self->kind, kind);
@@ -656,16 +706,17 @@ static int match(PyObject *expected, PyObject *value, Part *parts, int *count)
         if ((PyObject *)Py_TYPE(value) != tensor_type || *count == PARTS) return 0;
         Size *size = size_of((Pass *)expected, value);
         if (size == NULL) return 0;
-        parts[(*count)++] = (Part){(Pass *)expected, value, size, NULL};
+        parts[(*count)++] = (Part){(Pass *)Py_NewRef(expected), Py_NewRef(value), size, NULL};
         return 1;
     }
     if (PyType_Check(expected)) return (PyObject *)Py_TYPE(value) == expected;
     if (!PyTuple_CheckExact(expected) || PyTuple_GET_SIZE(expected) != 3) return 0;
     if ((PyObject *)Py_TYPE(value) != PyTuple_GET_ITEM(expected, 0)) return 0;
     PyObject *keys = PyTuple_GET_ITEM(expected, 1), *children = PyTuple_GET_ITEM(expected, 2);
+    if (!PyTuple_CheckExact(keys) || !PyTuple_CheckExact(children)) return 0;
     Py_ssize_t size = PyTuple_GET_SIZE(children);
     if (PyDict_CheckExact(value)) {
-        if (PyDict_GET_SIZE(value) != size) return 0;
+        if (PyDict_GET_SIZE(value) != size || PyTuple_GET_SIZE(keys) != size) return 0;
         PyObject *key, *child;
         Py_ssize_t at = 0;
         for (Py_ssize_t i = 0; PyDict_Next(value, &at, &key, &child); i++) {
@@ -748,7 +799,7 @@ static PyObject *calls_of(Gate *self, Py_ssize_t least)
 static PyObject *innermost(PyObject *calls) { return PyList_GET_ITEM(calls, PyList_GET_SIZE(calls) - 1); }
 
 /* Take down how deep a call is: as its hooks are, or what amounts to the same. */
-static void nest(Basket *basket, PyObject *call, long depth)
+static void nest(Basket *basket, PyObject *call, Depth depth)
 {
     if (basket->nesting == NESTED) return;
     basket->nested[basket->nesting].call = Py_NewRef(call);
@@ -762,31 +813,43 @@ static int nested_at(Basket *basket, PyObject *call) /* -1 if it is not known ho
     return at;
 }
 
-/* Whether the call is made by the innermost one under way, and not by a backward pass that repeats it. Its frame tells, which
-   takes long to find: where it was found before, as many levels further in will do. An interrupt may have ended that call. */
-static int is_inside(Gate *self, PyObject *calls)
+static Depth depth_now(void)
+{
+    return (Depth){DEPTH(PyThreadState_Get()), (intptr_t)__builtin_frame_address(0)};
+}
+
+static Depth less(Depth a, Depth b) { return (Depth){a.python - b.python, a.c - b.c}; }
+
+static int same(Depth a, Depth b) { return a.python == b.python && a.c == b.c; }
+
+/* Whether the call is made by the innermost one under way, and not by a backward pass that repeats it. Its frame tells,
+   which takes long to find: where it was found before, to be as much deeper as then will do, in Python and in C. An
+   interrupt may have ended that call without a word, and whatever is called next is hardly as deep in both. */
+static int is_inside(Gate *self, PyObject *calls, Depth depth)
 {
     Basket *basket = self->basket;
-    PyObject *call = innermost(calls);
+    PyObject *call = Py_NewRef(innermost(calls)); /* what is forgotten here may run anybody's Python */
+    unnest(basket, nested_at(basket, call) + 1);
     int at = nested_at(basket, call);
-    long depth = DEPTH(PyThreadState_Get());
-    unnest(basket, at + 1);
-    if (at >= 0 && basket->nested[at].depth == depth - self->levels) return 1;
-    if (!is_frame(PyTuple_GET_ITEM(call, 3), self->away) || number_of(PyObject_CallNoArgs(graph_task)) != -1 ||
-        PyErr_Occurred())
-        return 0;
-    if (at >= 0)
-        self->levels = depth - basket->nested[at].depth;
-    else
-        nest(basket, call, depth - self->levels);
-    return 1;
+    int inside = at >= 0 && same(less(depth, basket->nested[at].depth), self->inside);
+    if (!inside && is_frame(PyTuple_GET_ITEM(call, 3), self->away) && number_of(PyObject_CallNoArgs(graph_task)) == -1 &&
+        !PyErr_Occurred()) {
+        inside = 1;
+        if (at >= 0)
+            self->inside = less(depth, basket->nested[at].depth);
+        else
+            nest(basket, call, less(depth, self->inside));
+    }
+    Py_DECREF(call);
+    return inside;
 }
 
 /* Count where the hooks count, from a number on. */
 static PyObject *counter_from(Gate *self, long long number)
 {
-    PyObject *counter = PyObject_CallFunction(count_type, "L", number);
-    if (counter != NULL && PyDict_SetItem(self->basket->calls, self->name, counter) < 0) Py_CLEAR(counter);
+    PyObject *calls = Py_NewRef(self->basket->calls), *counter = PyObject_CallFunction(count_type, "L", number);
+    if (counter != NULL && PyDict_SetItem(calls, self->name, counter) < 0) Py_CLEAR(counter);
+    Py_DECREF(calls);
     return counter;
 }
 
@@ -828,7 +891,7 @@ static int ready(Gate *self, Part *parts, int count)
         part->held = made(part->pass, part->tensor, part->size->items);
         if (part->held == NULL) return 0;
     }
-    return 1;
+    return is_open(self->basket); /* to make them may have run the collector, and that anybody's Python */
 }
 
 /* Hold all tensors of a value; -1 with an error set if that could not be finished. */
@@ -838,47 +901,51 @@ static int hold_all(Gate *self, Part *parts, int count, PyObject *number)
     PyObject *moment = moment_of(self->basket, number);
     int fine = moment != NULL;
     for (int i = 0; fine && i < count; i++) fine = hold(self->basket, &parts[i], moment);
+    Py_XDECREF(moment);
     return fine && make_room(self->basket) ? 1 : -1;
 }
 
 static void forget(Part *parts, int count)
 {
-    for (int i = 0; i < count; i++) Py_XDECREF(parts[i].held);
+    for (int i = 0; i < count; i++) {
+        Py_DECREF(parts[i].pass);
+        Py_DECREF(parts[i].tensor);
+        Py_XDECREF(parts[i].held);
+    }
 }
 
 static PyObject *answer(Gate *self, int passed)
 {
     if (passed == -1 && PyErr_Occurred()) return NULL; /* the hook says what went wrong */
-    if (!passed) {
-        PyErr_Clear();
-        tell_number(self);
-    }
-    PyErr_Clear();
-    return PyBool_FromLong(passed == 1);
+    if (!forgiven()) return NULL;
+    if (!passed) tell_number(self);
+    return forgiven() ? PyBool_FromLong(passed == 1) : NULL;
 }
 
-static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs)
+static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs, Depth depth)
 {
     Part parts[PARTS];
     int count = 0;
     if (module != self->module || !is_passable(self)) return 0;
     if (!self->blind) {
         if (self->args == NULL || self->kwargs == NULL) return 0;
-        if (!match(self->args, args, parts, &count) || !match(self->kwargs, kwargs, parts, &count)) return 0;
+        if (!match(self->args, args, parts, &count) || !match(self->kwargs, kwargs, parts, &count))
+            return forget(parts, count), 0;
     }
-    PyObject *calls = calls_of(self, 1), *depth = NULL, *frame = NULL, *number = NULL, *call = NULL;
+    PyObject *calls = calls_of(self, 1), *one = NULL, *frame = NULL, *number = NULL, *call = NULL;
     int passed = 0;
-    if (calls != NULL && is_inside(self, calls) && ready(self, parts, count) &&
-        (depth = PyLong_FromLong(1)) != NULL && (frame = PyObject_CallOneArg(get_frame, depth)) != NULL &&
+    if (calls != NULL && is_inside(self, calls, depth) && (one = PyLong_FromLong(1)) != NULL &&
+        (frame = PyObject_CallOneArg(get_frame, one)) != NULL && ready(self, parts, count) &&
         (number = next_number(self)) != NULL) {
-        call = PyTuple_Pack(5, self->name, self->basket->step, number, frame, Py_None);
+        if (self->basket->step != NULL)
+            call = PyTuple_Pack(5, self->name, self->basket->step, number, frame, Py_None);
         passed = call != NULL && PyList_Append(calls, call) == 0 ? 1 : -1;
         if (passed == 1) {
-            nest(self->basket, call, DEPTH(PyThreadState_Get()));
+            nest(self->basket, call, depth);
             passed = hold_all(self, parts, count, number);
         }
     }
-    Py_XDECREF(depth);
+    Py_XDECREF(one);
     Py_XDECREF(frame);
     Py_XDECREF(number);
     Py_XDECREF(call);
@@ -888,26 +955,30 @@ static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs)
 
 static PyObject *Gate_begin(Gate *self, PyObject *const *given, Py_ssize_t many)
 {
-    return answer(self, many == 3 ? begin(self, given[0], given[1], given[2]) : 0);
+    return answer(self, many == 3 ? begin(self, given[0], given[1], given[2], depth_now()) : 0);
 }
 
 /* Whether the frame that runs the hook is the one that makes the innermost call. */
-static int is_made_here(Basket *basket, PyObject *call)
+static int is_made_here(Gate *self, PyObject *call, Depth depth)
 {
-    int at = nested_at(basket, call);
-    return (at >= 0 && basket->nested[at].depth == DEPTH(PyThreadState_Get())) || is_frame(PyTuple_GET_ITEM(call, 3), 1);
+    int at = nested_at(self->basket, call);
+    if (at >= 0 && same(less(depth, self->basket->nested[at].depth), self->here)) return 1;
+    if (!is_frame(PyTuple_GET_ITEM(call, 3), 1)) return 0;
+    at = nested_at(self->basket, call);
+    if (at >= 0) self->here = less(depth, self->basket->nested[at].depth);
+    return 1;
 }
 
-static int finish(Gate *self, PyObject *value)
+static int finish(Gate *self, PyObject *value, Depth depth)
 {
     Part parts[PARTS];
     int count = 0;
     if (value == Py_None || !is_passable(self)) return 0;
     PyObject *calls = calls_of(self, 2); /* the outermost is for the hook: with it the step ends */
     if (calls == NULL || PyTuple_GET_ITEM(innermost(calls), 0) != self->name ||
-        PyTuple_GET_ITEM(innermost(calls), 4) != Py_None || !is_made_here(self->basket, innermost(calls)))
+        PyTuple_GET_ITEM(innermost(calls), 4) != Py_None || !is_made_here(self, innermost(calls), depth))
         return 0;
-    if (!self->blind && (self->value == NULL || !match(self->value, value, parts, &count))) return 0;
+    if (!self->blind && (self->value == NULL || !match(self->value, value, parts, &count))) return forget(parts, count), 0;
     int passed = 0;
     if (ready(self, parts, count)) {
         Py_ssize_t size = PyList_GET_SIZE(calls);
@@ -924,18 +995,19 @@ static int finish(Gate *self, PyObject *value)
 
 static PyObject *Gate_finish(Gate *self, PyObject *value)
 {
-    return answer(self, finish(self, value));
+    return answer(self, finish(self, value, depth_now()));
 }
 
-static int end(Gate *self, PyObject *module, PyObject *value)
+static int end(Gate *self, PyObject *module, PyObject *value, Depth depth)
 {
     Part parts[PARTS];
     int count = 0;
     if (module != self->module || value == Py_None || !is_passable(self)) return 0;
-    if (self->value == NULL || !match(self->value, value, parts, &count)) return 0;
+    if (self->value == NULL || !match(self->value, value, parts, &count)) return forget(parts, count), 0;
     PyObject *calls = calls_of(self, 1), *number = NULL;
     int passed = 0;
-    if (calls != NULL && is_inside(self, calls) && ready(self, parts, count) && (number = next_number(self)) != NULL)
+    if (calls != NULL && is_inside(self, calls, depth) && ready(self, parts, count) &&
+        (number = next_number(self)) != NULL)
         passed = hold_all(self, parts, count, number);
     Py_XDECREF(number);
     forget(parts, count);
@@ -944,7 +1016,7 @@ static int end(Gate *self, PyObject *module, PyObject *value)
 
 static PyObject *Gate_end(Gate *self, PyObject *const *given, Py_ssize_t many)
 {
-    return answer(self, many == 2 ? end(self, given[0], given[1]) : 0);
+    return answer(self, many == 2 ? end(self, given[0], given[1], depth_now()) : 0);
 }
 
 static PyMethodDef Gate_methods[] = {
@@ -974,6 +1046,19 @@ DEALLOC(Held)
 DEALLOC(Gate)
 DEALLOC(Way)
 
+/* Made whole, or not at all, and once: `__new__` by itself leaves none half made, a second `__init__` changes nothing. */
+#define NEW(Name)                                                                                                          \
+    static PyObject *Name##_new(PyTypeObject *type, PyObject *args, PyObject *given)                                       \
+    {                                                                                                                      \
+        Name *self = (Name *)type->tp_alloc(type, 0);                                                                      \
+        if (self != NULL && Name##_init(self, args, given) < 0) Py_CLEAR(self);                                            \
+        return (PyObject *)self;                                                                                           \
+    }
+NEW(Basket)
+NEW(Pass)
+NEW(Gate)
+NEW(Way)
+
 #define TYPE(Name, doc, ...)                                                                                               \
     static PyTypeObject Name##Type = {                                                                                     \
         PyVarObject_HEAD_INIT(NULL, 0).tp_name = "layerscope_gates." #Name,                                                \
@@ -985,7 +1070,7 @@ DEALLOC(Way)
         .tp_clear = (inquiry)Name##_clear,                                                                                 \
         .tp_members = Name##_members,                                                                                      \
         __VA_ARGS__}
-#define MADE(Name) .tp_new = PyType_GenericNew, .tp_init = (initproc)Name##_init, .tp_methods = Name##_methods
+#define MADE(Name) .tp_new = Name##_new, .tp_methods = Name##_methods
 TYPE(Basket, "What waits, of one step of one thread.", MADE(Basket));
 TYPE(Pass, "What is known of one point.", MADE(Pass));
 TYPE(Held, "A tensor that waits.", .tp_new = NULL);
@@ -1023,9 +1108,9 @@ static PyObject *sort(PyObject *held, long long place)
             continue;
         }
         if (!is_held(item)) continue;
-        if (!is_intact(one)) {
-            PyErr_Clear();
-            fine = PyList_Append(changed, item) == 0;
+        int intact = is_intact(one);
+        if (intact != 1) {
+            fine = forgiven() && PyList_Append(intact ? odd : changed, item) == 0;
             continue;
         }
         Py_XSETREF(one->shape, PyObject_GetAttr(one->tensor, s_shape));
@@ -1033,8 +1118,7 @@ static PyObject *sort(PyObject *held, long long place)
         if (one->dtype != NULL && lies_plainly(one, place)) {
             fine = group_with(groups, one);
         } else {
-            PyErr_Clear();
-            fine = PyList_Append(odd, item) == 0;
+            fine = forgiven() && PyList_Append(odd, item) == 0;
         }
     }
     if (fine) return Py_BuildValue("NNN", groups, odd, changed);
@@ -1060,6 +1144,12 @@ static int is_range(PyObject *held, Py_ssize_t first, Py_ssize_t last)
     return fine;
 }
 
+/* Return some of these in a list of our own: to let go of what was taken of them before may run anybody's Python. */
+static PyObject *range_of(PyObject *held, Py_ssize_t first, Py_ssize_t last)
+{
+    return is_range(held, first, last) ? PyList_GetSlice(held, first, last) : NULL;
+}
+
 /* Write where some of these lie, and tell them where their numbers will be; return how many programs the largest takes. */
 static long long entered(PyObject *held, Py_ssize_t from, Py_ssize_t to, unsigned long long address, long long tile,
                          long long most, PyObject *got, long long place)
@@ -1067,7 +1157,7 @@ static long long entered(PyObject *held, Py_ssize_t from, Py_ssize_t to, unsigne
     long long *entry = (long long *)(uintptr_t)address, largest = 1;
     for (Py_ssize_t i = from; i < to; i++, entry += 3) {
         Held *one = (Held *)PyList_GET_ITEM(held, i);
-        long long tiles = (one->items + tile - 1) / tile, each = (tiles + most - 1) / most;
+        long long tiles = (one->items + tile - 1) / tile, each = tiles > most ? (tiles + most - 1) / most : 1;
         entry[0] = (long long)one->address;
         entry[1] = one->items;
         entry[2] = each;
@@ -1117,7 +1207,9 @@ static Py_ssize_t take_some(Way *way, PyObject *held, Py_ssize_t from)
 static Py_ssize_t taken_of(PyObject *held)
 {
     Py_ssize_t done = 0;
-    while (done < PyList_GET_SIZE(held) && ((Held *)PyList_GET_ITEM(held, done))->got != NULL) done++;
+    while (done < PyList_GET_SIZE(held) && Py_IS_TYPE(PyList_GET_ITEM(held, done), &HeldType) &&
+           ((Held *)PyList_GET_ITEM(held, done))->got != NULL)
+        done++;
     return done;
 }
 
@@ -1168,7 +1260,7 @@ static Way *way_of(Basket *basket, PyObject *key)
 
 static PyObject *sweep(Basket *basket)
 {
-    if (!PyList_GET_SIZE(basket->held)) Py_RETURN_NONE;
+    if (basket->held == NULL || !PyList_GET_SIZE(basket->held)) Py_RETURN_NONE;
     PyObject *held = emptied(basket);
     if (held == NULL) return NULL;
     PyObject *sorted = sort(held, PyLong_AsLongLong(basket->place));
@@ -1176,6 +1268,10 @@ static PyObject *sweep(Basket *basket)
     int rest = sorted == NULL || PyList_GET_SIZE(PyTuple_GET_ITEM(sorted, 1)) || PyList_GET_SIZE(PyTuple_GET_ITEM(sorted, 2));
     Py_ssize_t at = 0;
     int here = sorted != NULL && basket->ways[0] != NULL && is_on_stream(basket);
+    if (sorted != NULL && !here && !forgiven()) { /* but any other error: whoever takes the rest meets it again */
+        Py_CLEAR(sorted);
+        rest = 1;
+    }
     while (sorted != NULL && PyDict_Next(groups, &at, &key, &group)) {
         Way *way = here ? way_of(basket, key) : NULL;
         Py_ssize_t done = 0;
@@ -1219,8 +1315,11 @@ static PyObject *swept(PyObject *module, PyObject *args)
     long long tile, most, place;
     if (!PyArg_ParseTuple(args, "O!nnKLLOL", &PyList_Type, &held, &from, &to, &address, &tile, &most, &got, &place))
         return NULL;
-    if (!is_range(held, from, to)) return NULL;
-    return PyLong_FromLongLong(entered(held, from, to, address, tile, most, got, place));
+    if (tile < 1 || most < 1) return PyErr_Format(PyExc_ValueError, "a tile and a program at least");
+    if ((held = range_of(held, from, to)) == NULL) return NULL;
+    long long largest = entered(held, 0, to - from, address, tile, most, got, place);
+    Py_DECREF(held);
+    return PyLong_FromLongLong(largest);
 }
 
 static long long aligned(long long size) { return (size + 63) & -64; }
@@ -1245,7 +1344,7 @@ static PyObject *ferried(PyObject *module, PyObject *args)
     unsigned long long address;
     long long width, largest = 1;
     if (!PyArg_ParseTuple(args, "O!LKO", &PyList_Type, &held, &width, &address, &got)) return NULL;
-    if (!is_range(held, 0, PyList_GET_SIZE(held))) return NULL;
+    if ((held = range_of(held, 0, PyList_GET_SIZE(held))) == NULL) return NULL;
     long long *entry = (long long *)(uintptr_t)address, place = aligned(24 * PyList_GET_SIZE(held));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(held); i++, entry += 3) {
         Held *one = (Held *)PyList_GET_ITEM(held, i);
@@ -1258,6 +1357,7 @@ static PyObject *ferried(PyObject *module, PyObject *args)
         place += aligned(size);
         Py_XSETREF(one->got, Py_NewRef(got));
     }
+    Py_DECREF(held);
     return PyLong_FromLongLong(largest);
 }
 
@@ -1269,17 +1369,23 @@ static PyObject *copied(PyObject *module, PyObject *args)
     unsigned long long copy, address, stream;
     long long width, place;
     if (!PyArg_ParseTuple(args, "O!LKOKK", &PyList_Type, &held, &width, &address, &got, &copy, &stream)) return NULL;
-    if (!is_range(held, 0, PyList_GET_SIZE(held))) return NULL;
+    if ((held = range_of(held, 0, PyList_GET_SIZE(held))) == NULL) return NULL;
     place = aligned(24 * PyList_GET_SIZE(held));
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(held); i++) {
+    int code = 0;
+    for (Py_ssize_t i = 0; !code && i < PyList_GET_SIZE(held); i++) {
         Held *one = (Held *)PyList_GET_ITEM(held, i);
         size_t size = (size_t)(width * one->items);
-        int code = ((Copy)(uintptr_t)copy)((void *)(uintptr_t)(address + place), one->address, size, (void *)(uintptr_t)stream);
-        if (code) return PyErr_Format(PyExc_RuntimeError, "the driver refused a copy of %zu bytes: CUDA error %d", size, code);
+        code = ((Copy)(uintptr_t)copy)((void *)(uintptr_t)(address + place), one->address, size, (void *)(uintptr_t)stream);
+        if (code) {
+            PyErr_Format(PyExc_RuntimeError, "the driver refused a copy of %zu bytes: CUDA error %d", size, code);
+            break;
+        }
         one->place = place;
         place += aligned((long long)size);
         Py_XSETREF(one->got, Py_NewRef(got));
     }
+    Py_DECREF(held);
+    if (code) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -1322,9 +1428,11 @@ PyMODINIT_FUNC PyInit_layerscope_gates(void)
         const char *name;
     } names[] = {{&s_calls, "calls"}, {&s_version, "_version"}, {&s_data_ptr, "data_ptr"}, {&s_numel, "numel"},
                  {&s_at, "at"}, {&s_moments, "moments"}, {&s_shape, "shape"}, {&s_contiguous, "is_contiguous"},
-                 {&s_is_neg, "is_neg"}, {&s_is_nested, "is_nested"}, {&s_dtype, "dtype"}, {&s_requests, "requests"},
+                 {&s_is_neg, "is_neg"}, {&s_is_nested, "is_nested"}, {&s_is_complex, "is_complex"},
+                 {&s_dtype, "dtype"}, {&s_requests, "requests"},
                  {&s_get_device, "get_device"}, {&s_page, "page"}, {&s_aboard, "aboard"}, {&s_over, "over"},
-                 {&s_table, "table"}, {&s_acquire, "acquire"}, {&s_release, "release"}};
+                 {&s_table, "table"}, {&s_acquire, "acquire"}, {&s_release, "release"},
+                 {&s_is_meta, "is_meta"}, {&s_is_quantized, "is_quantized"}};
     static PyTypeObject *const types[] = {&BasketType, &PassType, &HeldType, &GateType, &WayType};
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;

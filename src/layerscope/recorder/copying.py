@@ -59,6 +59,8 @@ def plain(tensor: torch.Tensor) -> tuple[torch.Tensor, dict[str, str]]:
     elif kind == "DTensor":
         note = {"placements": str(tensor.placements), "whole_shape": str(list(tensor.shape))}  # type: ignore[attr-defined]
         tensor = tensor.to_local()  # type: ignore[attr-defined]
+    if torch._is_functional_tensor(tensor):
+        raise Unsupported("inside torch.func.functionalize a tensor has no memory of its own; record a run without it")
     if tensor.is_meta or kind == "FakeTensor":
         raise Unsupported(f"a {kind} on the meta device has no values; record a run with real tensors")
     if tensor.is_nested or tensor.layout is not torch.strided:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from layerscope.recorder.cargo import Carried
+from layerscope.recorder.cargo import Carried, untaken
 from layerscope.recorder.copying import dtype_name, undisturbed
 from layerscope.recorder.lanes import (
     Lane,
@@ -125,7 +125,8 @@ class Statistics:
                 page.over = False
                 address = page.table + 24 * first
                 programs = gates.swept(held, done, done + count, address, *desk.slots.tiling(dtype), page, first)
-                together(first, address, count, programs)
+                with untaken(held[done : done + count]):
+                    together(first, address, count, programs)
                 done += count
         turn = partial(self._turn, desk)
         return gates.Way(level, dtype, self._lock, desk, together, turn, slots, *desk.slots.tiling(dtype))
@@ -234,7 +235,8 @@ class Statistics:
         if page is None or not page.aboard:
             return
         try:
-            with undisturbed(), torch.cuda.stream(page.origin):  # in another thread it would not be the current one
+            here = current_stream(desk.place) == desk.stream  # in another thread it would not be the current one
+            with undisturbed(), nullcontext() if here else torch.cuda.stream(page.origin):
                 page.sheet = desk.slots.gather(page.aboard)
             page.lane.send(page)
         except BaseException as error:  # what is in the slots is not known any more

@@ -88,7 +88,7 @@ class Standing:
     def __init__(self, stagger: int) -> None:
         self.leave: Any = None  # the pass that lets its tensors wait
         self.proofs: dict[int, int] = {}  # by the number of items: for how many steps they may
-        self.passed: list[tuple[int, int]] = []  # items and bytes, of trials in a step that is not judged to its end
+        self.passed: list[tuple[int, tuple[torch.dtype, int]]] = []  # items, dtype, bytes of trials so far
         self.trials = 0  # that nobody has judged yet
         self.refused = -1  # the step in which not all of its calls could be tried
         self.never = False
@@ -100,18 +100,18 @@ class Standing:
         self.proofs.clear()
         self.leave.deny()
 
-    def judge(self, items: int, size: int, step: int, *, same: bool) -> None:
+    def judge(self, items: int, dtype: torch.dtype, size: int, step: int, *, same: bool) -> None:
         """Hear how a trial ended; they count together, because a point may have been called several times in a step."""
         self.trials -= 1
-        self.passed.append((items, size))
+        self.passed.append((items, (dtype, size)))
         if not same:
             self.deny()
         if not self.trials:
-            for count, octets in dict(self.passed).items() if not self.never else ():
+            for count, (kind, octets) in dict(self.passed).items() if not self.never else ():
                 before = self.proofs.get(count)
                 steps = _SOON + self.stagger if before is None else min(2 * before, _SELDOM)
                 self.proofs[count] = steps
-                self.leave.allow(count, octets, step + steps - 1, False)
+                self.leave.allow(count, kind, octets, step + steps - 1, False)
             self.passed.clear()
 
 
@@ -187,6 +187,8 @@ class Gathering:
         """Hold nothing back any more."""
         self._thread = -1
         self.basket.bar()
+        self._gates.release([one.held for one in self._doubts])
+        self._doubts.clear()
         self._trials.clear()
 
     def begin(self, step: Any) -> None:
@@ -235,7 +237,7 @@ class Gathering:
         size = 0 if got is None else tensor.untyped_storage().nbytes()  # of the whole that it may be a view of
         if only != "tensor" and (standing.never or size > _LARGEST):
             if size:
-                standing.leave.allow(tensor.numel(), size, _FOREVER, True)
+                standing.leave.allow(tensor.numel(), tensor.dtype, size, _FOREVER, True)
         elif got is None or step is None or not self._can_try(standing, tensor, size):
             standing.refused = self._step
         else:
@@ -318,7 +320,7 @@ class Gathering:
             trial = self._trials.popleft()
             held, size, _ = trial.doubt
             standing, waited, same = trial.doubt.standing, held.items in trial.doubt.standing.proofs, trial.is_same()
-            standing.judge(held.items, size, self._step, same=same)
+            standing.judge(held.items, held.dtype, size, self._step, same=same)
             if waited and not same:
                 self._doubtful(held.pass_.point)
 

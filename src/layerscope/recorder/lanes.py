@@ -24,7 +24,19 @@ import numpy as np
 import torch
 
 from layerscope.errors import Unsupported
-from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Landed, Lost, Trip, as_tensor, flat
+from layerscope.recorder.cargo import (
+    Arrival,
+    Bytes,
+    Cargo,
+    Carried,
+    Flight,
+    Landed,
+    Lost,
+    Trip,
+    as_tensor,
+    flat,
+    untaken,
+)
 from layerscope.recorder.pinned import Pinned, Room
 from layerscope.stats.driver import Launch, allow_captures, copy_address, copying, why_no_driver
 from layerscope.stats.launching import why_not
@@ -89,7 +101,7 @@ def lies_plainly(tensor: torch.Tensor, place: int) -> bool:
             and tensor.get_device() == place
             and tensor.is_contiguous()
             and not tensor.is_neg()
-            and not (tensor.dtype.is_complex or tensor.is_nested)
+            and not (tensor.dtype.is_complex or tensor.is_nested or tensor.is_quantized)
             and not (current_stream(place) and is_capturing())
             and (_alone() or _current_device() == place)
         )
@@ -212,7 +224,8 @@ class Lane:
             landed = Landed(there, flight, room)
             if by_kernel:
                 largest = gates.ferried(held, width, there[2], landed)
-                self._ferry(there[2], len(held), largest, raw)
+                with untaken(held):
+                    self._ferry(there[2], len(held), largest, raw)
             else:
                 gates.copied(held, width, there[2], landed, copy_address(), raw)
 

@@ -137,13 +137,14 @@ class Taking:
 
     def shut(self) -> None:
         """Have no tensor wait in the rest of this step."""
-        if self._gathering is not None and self._gathering.is_mine:
+        if self._gathering is not None:
             self._gathering.basket.bar()
 
     def flush(self) -> None:
         """Take what this thread has held back until now."""
         if self._gathering is not None and self._gathering.is_mine:
-            self._gathering.flush()
+            with undisturbed():
+                self._gathering.flush()
 
     def close(self) -> None:
         """Take what any thread has held back, and give the memory on devices back."""

