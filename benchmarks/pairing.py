@@ -42,9 +42,9 @@ def paired(plain: Lap, variants: Mapping[str, Lap], *, rounds: int) -> tuple[dic
 
 
 def alternating(plain: Callable[[], object], other: Callable[[], object], *, turns: int) -> float:
-    """Return the median ratio of steps that take turns with plain ones, back to back.
+    """Return the median ratio of what takes turns with the plain run, back to back.
 
-    A step is over when it returns: this is for steps that the host takes longer to ask for than the device to do.
+    A turn is over when it returns: this is for steps that the host takes longer to ask for than the device to do.
     """
     seconds: list[float] = []
     began = time.perf_counter()

@@ -51,7 +51,7 @@ static int refers_to(PyObject *weak, PyObject *object)
 
 static PyObject *tensor_type, *get_frame, *graph_task, *has_modes, *count_type; /* what `prepare` was given */
 static PyObject *s_calls, *s_version, *s_data_ptr, *s_numel, *s_at, *s_moments, *s_shape, *s_contiguous, *s_is_neg,
-    *s_is_nested, *s_is_complex, *s_dtype, *s_requests, *s_get_device, *s_page, *s_aboard, *s_over, *s_table, *s_acquire,
+    *s_is_complex, *s_dtype, *s_requests, *s_get_device, *s_page, *s_aboard, *s_over, *s_table, *s_acquire,
     *s_release, *s_is_meta, *s_is_quantized;
 
 /* How deep in the stack of Python and in that of C. */
@@ -616,12 +616,18 @@ static int says(PyObject *tensor, PyObject *name, int call) /* what it says of i
    transform of functions). */
 static int is_intact(Held *self)
 {
-    long long version = number_of(PyObject_GetAttr(self->tensor, s_version));
+    long long version = number_of(PyObject_GetAttr(self->tensor, s_version)), items = 1;
     if (PyErr_Occurred() || !is_address(PyObject_CallMethodNoArgs(self->tensor, s_data_ptr), &self->address)) return -1;
-    long long items = number_of(PyObject_CallMethodNoArgs(self->tensor, s_numel));
-    if (PyErr_Occurred()) return -1;
-    if (!self->address && items && says(self->tensor, s_is_meta, 0)) return -1;
-    return version == self->version && items == self->items && (self->address || !items);
+    PyObject *shape = PyObject_GetAttr(self->tensor, s_shape); /* a nested tensor has none, and raises */
+    if (shape == NULL || !PyTuple_Check(shape)) return Py_XDECREF(shape), -1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape); i++) items *= PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+    int intact = version == self->version && items == self->items && (self->address || !items);
+    if (!self->address && items && says(self->tensor, s_is_meta, 0)) intact = -1;
+    if (intact == 1)
+        Py_XSETREF(self->shape, shape);
+    else
+        Py_DECREF(shape);
+    return PyErr_Occurred() ? -1 : intact;
 }
 
 static int lies_plainly(Held *self, long long place)
@@ -631,7 +637,7 @@ static int lies_plainly(Held *self, long long place)
         return 0;
     return self->address % 16 == 0 && self->items > 0 &&
            (PyObject *)Py_TYPE(self->tensor) == tensor_type && number_of(PyObject_CallMethodNoArgs(self->tensor, s_get_device)) == place &&
-           says(self->tensor, s_is_nested, 0) == 0 && says(self->tensor, s_contiguous, 1) == 1 &&
+           says(self->tensor, s_contiguous, 1) == 1 &&
            says(self->tensor, s_is_neg, 1) == 0;
 }
 
@@ -1113,8 +1119,7 @@ static PyObject *sort(PyObject *held, long long place)
             fine = forgiven() && PyList_Append(intact ? odd : changed, item) == 0;
             continue;
         }
-        Py_XSETREF(one->shape, PyObject_GetAttr(one->tensor, s_shape));
-        Py_XSETREF(one->dtype, one->shape == NULL ? NULL : PyObject_GetAttr(one->tensor, s_dtype));
+        Py_XSETREF(one->dtype, PyObject_GetAttr(one->tensor, s_dtype));
         if (one->dtype != NULL && lies_plainly(one, place)) {
             fine = group_with(groups, one);
         } else {
@@ -1428,7 +1433,7 @@ PyMODINIT_FUNC PyInit_layerscope_gates(void)
         const char *name;
     } names[] = {{&s_calls, "calls"}, {&s_version, "_version"}, {&s_data_ptr, "data_ptr"}, {&s_numel, "numel"},
                  {&s_at, "at"}, {&s_moments, "moments"}, {&s_shape, "shape"}, {&s_contiguous, "is_contiguous"},
-                 {&s_is_neg, "is_neg"}, {&s_is_nested, "is_nested"}, {&s_is_complex, "is_complex"},
+                 {&s_is_neg, "is_neg"}, {&s_is_complex, "is_complex"},
                  {&s_dtype, "dtype"}, {&s_requests, "requests"},
                  {&s_get_device, "get_device"}, {&s_page, "page"}, {&s_aboard, "aboard"}, {&s_over, "over"},
                  {&s_table, "table"}, {&s_acquire, "acquire"}, {&s_release, "release"},

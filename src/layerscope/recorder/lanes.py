@@ -120,7 +120,7 @@ def capturing() -> Unsupported:
 def rest() -> None:
     """Hear that a step has ended: what is waited for need not wait for company."""
     for lane in list(_lanes.values()):
-        if not is_capturing():  # which does not bear the question whether a copy has landed
+        if lane.is_loading and not is_capturing():  # which does not bear the question whether a copy has landed
             lane.rest()
 
 
@@ -313,6 +313,11 @@ class Lane:
                 self._leave()
             elif cargo is self._flight:
                 self._depart()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether something is aboard that could leave."""
+        return self._trip is not None or self._flight is not None
 
     def rest(self) -> None:
         """Hear that the step has ended."""

@@ -12,8 +12,9 @@ from layerscope.recorder import lanes
 class Told:
     """Notes what it is asked."""
 
-    def __init__(self):
+    def __init__(self, *, is_loading=True):
         self.asked = []
+        self.is_loading = is_loading
 
     def rest(self):
         self.asked.append("rest")
@@ -28,7 +29,7 @@ class Told:
 @pytest.mark.parametrize(("capturing", "asked"), [(False, ["rest"]), (True, [])])
 def test_lanes_hear_that_a_step_has_ended_unless_a_graph_is_captured(capturing, asked, monkeypatch):
     lane = Told()
-    monkeypatch.setattr(lanes, "_lanes", {0: lane})
+    monkeypatch.setattr(lanes, "_lanes", {0: lane, 1: Told(is_loading=False)})
     monkeypatch.setattr(lanes, "is_capturing", lambda: capturing)
     lanes.rest()
     assert lane.asked == asked
