@@ -56,8 +56,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "prefill": Case("prefill 4 x 2048", (4, 2048), False, 2),
-    "train": Case("train 4 x 2048", (4, 2048), True, 1),
+    "prefill": Case("prefill 4 x 2048", (4, 2048), False, 3),
+    "train": Case("train 4 x 2048", (4, 2048), True, 2),
     "short": Case("prefill 1 x 512", (1, 512), False, 4, True, 6, 40),
     "token": Case("one token", (1, 1), False, 4, True, 6, 6),
 }

@@ -46,6 +46,7 @@ static int refers_to(PyObject *weak, PyObject *object)
 #define SIZES 8   /* of one point's tensors that are told apart */
 #define PARTS 32  /* tensors of one value; more are for the hook */
 #define RECENT 8  /* tensors that are looked through for one that waits already */
+#define TAKEN 16  /* and, in the middle of a step, for one that was taken already */
 #define NESTED 32 /* calls under way of which it is known how deep they are */
 #define WAYS 8
 
@@ -84,7 +85,8 @@ typedef struct {
     struct {
         PyObject *tensor;                            /* a weak reference */
         struct Held *held;
-    } taken[RECENT];                                 /* what was among the last when all was taken in the middle of a step */
+    } taken[TAKEN];                                  /* the last that were taken in the middle of the step */
+    unsigned takings;                                /* of all that were put there */
 } Basket;
 
 typedef struct {
@@ -233,7 +235,7 @@ static Held *twin_of(Basket *basket, Held *mine)
             other->pass->kind == mine->pass->kind)
             return other;
     }
-    for (int i = 0; i < RECENT && basket->taken[i].held != NULL; i++) {
+    for (int i = 0; i < TAKEN && basket->taken[i].held != NULL; i++) {
         Held *other = basket->taken[i].held;
         if (refers_to(basket->taken[i].tensor, mine->tensor) && other->version == mine->version &&
             other->pass->kind == mine->pass->kind)
@@ -244,7 +246,8 @@ static Held *twin_of(Basket *basket, Held *mine)
 
 static void forget_taken(Basket *basket)
 {
-    for (int i = 0; i < RECENT; i++) {
+    basket->takings = 0;
+    for (int i = 0; i < TAKEN; i++) {
         Py_CLEAR(basket->taken[i].tensor);
         Py_CLEAR(basket->taken[i].held);
     }
@@ -263,17 +266,21 @@ static PyObject *emptied(Basket *basket)
     basket->held = empty;
     basket->bytes = 0;
     basket->now = 0;
-    forget_taken(basket);
-    for (int i = 0, known = 0; i < RECENT; i++) {
+    for (int i = 0; i < RECENT; i++) {
         if (recent[i] == NULL || recent[i]->tensor == NULL) continue;
         PyObject *weak = PyWeakref_NewRef(recent[i]->tensor, NULL);
         if (weak == NULL) PyErr_Clear();
-        if (weak == NULL || basket->step == NULL || basket->taken[known].held != NULL) {
+        if (weak == NULL || basket->step == NULL) {
             Py_XDECREF(weak);
             continue;
         }
-        basket->taken[known].tensor = weak;
-        basket->taken[known++].held = (Held *)Py_NewRef((PyObject *)recent[i]);
+        unsigned at = basket->takings++ % TAKEN;
+        PyObject *before = basket->taken[at].tensor;
+        Held *other = basket->taken[at].held;
+        basket->taken[at].tensor = weak;
+        basket->taken[at].held = (Held *)Py_NewRef((PyObject *)recent[i]);
+        Py_XDECREF(before);
+        Py_XDECREF(other);
     }
     return held;
 }
@@ -362,7 +369,7 @@ static int Basket_traverse(Basket *self, visitproc visit, void *arg)
     Py_VISIT(self->moment);
     for (int i = 0; i < self->nesting; i++) Py_VISIT(self->nested[i].call);
     for (int i = 0; i < WAYS; i++) Py_VISIT(self->ways[i]);
-    for (int i = 0; i < RECENT; i++) Py_VISIT(self->taken[i].held);
+    for (int i = 0; i < TAKEN; i++) Py_VISIT(self->taken[i].held);
     return 0;
 }
 

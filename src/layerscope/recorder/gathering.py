@@ -38,7 +38,8 @@ _MOST = 60 << 20  # bytes that are held at a time, and no more than one tensor o
 _DOUBTED = 48 << 20  # bytes of these that may be in doubt
 _SIZES = 8  # of one point's tensors that are told apart
 _SOON, _SELDOM = 32, 512  # steps after which a point that may wait is tried again
-_LARGEST = 4 << 20  # bytes; a larger one is taken as it appears
+_LARGEST = 4 << 20  # bytes; a larger one is taken as it appears,
+_HUGE = 16 << 20  # and one that is larger still in its hook's own way: no model waits for Python that has such tensors
 _FOREVER = 1 << 62  # steps
 
 TakeAll = Callable[[Only, torch.dtype, list[Held]], None]  # has all that can be taken together know where it is
@@ -236,7 +237,7 @@ class Gathering:
             self._points += 1
         size = 0 if got is None else tensor.untyped_storage().nbytes()  # of the whole that it may be a view of
         if only != "tensor" and (standing.never or size > _LARGEST):
-            if size:
+            if 0 < size <= _HUGE:
                 standing.leave.allow(tensor.numel(), tensor.dtype, size, _FOREVER, True)
         elif got is None or step is None or not self._can_try(standing, tensor, size):
             standing.refused = self._step

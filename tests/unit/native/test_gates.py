@@ -288,6 +288,24 @@ def test_a_tensor_is_known_again_after_all_was_taken_in_the_middle_of_its_step()
     assert third.twin is None
 
 
+def test_a_tensor_is_known_again_after_fifteen_others_were_taken_each_by_itself():
+    bench = Bench()
+    leave, tensor = bench.leave(4), bits(4)
+    (first,) = bench.hold(leave, tensor)
+    bench.sweep()
+    others = [bits(4) for _ in range(16)]
+    for other in others[:15]:
+        bench.hold(leave, other)
+        bench.sweep()
+    (known,) = bench.hold(leave, tensor)
+    bench.hold(leave, others[15])
+    bench.sweep()
+    (forgotten,) = bench.hold(leave, tensor)
+
+    assert known.twin is first
+    assert forgotten.twin is None
+
+
 def test_a_tensor_at_the_place_of_one_that_is_gone_is_another_one():
     bench = Bench()
     leave = bench.leave(4)

@@ -228,6 +228,38 @@ def test_large_tensors_are_taken_at_once_and_many_small_ones_in_several_goes(mon
     device.assert_kept()
 
 
+def test_what_several_points_see_is_taken_once_though_it_must_not_wait(monkeypatch):
+    monkeypatch.setattr(gathering, "_LARGEST", 50 * 4)
+    device = Device(norm=SUMMARY, q=SUMMARY, query=SUMMARY, k=SUMMARY, key=SUMMARY)
+
+    def forward():
+        x, query, key = torch.randn(51), torch.randn(51), torch.randn(51)
+        for name, tensor in (("norm", x), ("q", x), ("query", query), ("k", x), ("key", key)):
+            device.see(name, tensor)
+
+    for _ in range(3):
+        device.step(forward)
+    assert device.batches == [("full", 1)] * 6  # three tensors, from the second step on
+    device.assert_kept()
+
+
+def test_a_huge_tensor_goes_its_hooks_own_way_whether_it_may_wait_or_not(monkeypatch):
+    monkeypatch.setattr(gathering, "_LARGEST", 50 * 4)
+    monkeypatch.setattr(gathering, "_HUGE", 60 * 4)
+    device = Device(huge=SUMMARY, restless=SUMMARY)
+
+    def forward():
+        x, y = torch.randn(61), torch.randn(40)
+        device.see("huge", x)
+        device.see("restless", y)
+        y.add_(1)
+
+    for _ in range(4):
+        device.step(forward)
+    assert [one.pass_.point.name for one in device.held] == ["restless"] * 2
+    device.assert_kept()
+
+
 def test_gradients_operations_and_inference_tensors_are_taken_at_once():
     device = Device(a=SUMMARY)
     assert not Request(Point("a", "grad_output"), SUMMARY).gathers
