@@ -1,4 +1,4 @@
-"""What is written in C, because every call of a module passes by it: `gates.c`.
+"""What is written in C, because every call of a module passes by it.
 
     gates = load()          # the module, None where it cannot be built: `why_not` says why
 
@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["load", "why_not"]
+__all__ = ["FILES", "load", "why_not"]
+
+FILES = ("types.h", "basket.c", "sweep.c", "gate.c", "module.c")  # in the order in which they know each other
 
 
 def load() -> Any | None:
@@ -32,7 +34,8 @@ def why_not() -> str:
 
 @cache
 def _tried() -> tuple[Any, str]:
-    source = (Path(__file__).parent / "gates.c").read_text("utf-8")
+    here = Path(__file__).parent
+    source = "\n".join(f'#line 1 "{name}"\n{(here / name).read_text("utf-8")}' for name in FILES)
     try:
         build: Any = import_module("triton.runtime.build")
         gates = build.compile_module_from_src(src=source, name="layerscope_gates")

@@ -36,7 +36,7 @@ from layerscope.stats import Summary, summarize
 if TYPE_CHECKING:
     from layerscope.stats.device import Gathered, Level, Sheet, Start, StartAll
 
-    Held = Any  # of `native/gates.c`
+    Held = Any  # of `native/`
     _Key = tuple[int, int, Level, bool]  # device, stream, level, and whether float64's buckets are wanted
 
 __all__ = ["Later", "Statistics"]

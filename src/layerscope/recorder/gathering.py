@@ -12,7 +12,7 @@ torch counts is noticed: that one record is lost, which is said, and the point i
 does not count (a kernel of one's own, a collective) is noticed when the point is tried again, after 32, 64, ... and at
 last every 512 steps; the records in between are then said to be in doubt.
 
-What may wait passes by in C (`native/gates.c`), most of it without a line of Python.
+What may wait passes by in C (`native/`), most of it without a line of Python.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from layerscope.recorder.taps import Only, Request
 
 __all__ = ["Gathering", "Held", "leave_behind", "values_of"]
 
-Held = Any  # of `native/gates.c`, where its parts are listed
+Held = Any  # of `native/`; its parts are listed in `native/sweep.c`
 
 _MOST = 60 << 20  # bytes that are held at a time, and no more than one tensor over that
 _DOUBTED = 48 << 20  # bytes of these that may be in doubt

@@ -8,7 +8,7 @@
 Where nothing but outputs are wanted, of a module with no other watched one inside, a single hook sees the call end:
 each hook costs microseconds, most of them torch's. Hooks return None, hold no state on the user's modules, stay silent
 in deep copies and forked children, and turn into nothing when the model is pickled. On a GPU a call like the last one
-passes by a gate (`native/gates.c`). Their `__call__` is the shortest way for the commonest call; any other goes through
+passes by a gate (`native/`). Their `__call__` is the shortest way for the commonest call; any other goes through
 the watcher, which also knows when the hooks are to be there.
 """
 

@@ -65,7 +65,7 @@ class Sink(Protocol):
         """
 
     def gate(self, module: torch.nn.Module, name: str, local: Any) -> Any | None:
-        """Return what lets the usual calls of a hook on a module pass (`native/gates.c`), if there is such a thing."""
+        """Return what lets the usual calls of a hook on a module pass (`native/`), if there is such a thing."""
 
     def empty(self, point: Point, *, because: str) -> None:
         """Learn that a module ran and a side of it held no tensor."""

@@ -1,0 +1,109 @@
+/* The types and functions that Python sees. */
+
+#define DEALLOC(Name)                             \
+    static void Name##_dealloc(Name *self)        \
+    {                                             \
+        PyObject_GC_UnTrack(self);                \
+        Name##_clear(self);                       \
+        Py_TYPE(self)->tp_free((PyObject *)self); \
+    }
+DEALLOC(Basket)
+DEALLOC(Pass)
+DEALLOC(Held)
+DEALLOC(Gate)
+DEALLOC(Way)
+
+/* Made whole, or not at all, and once: `__new__` by itself leaves none half made, a second `__init__` changes nothing.
+ */
+#define NEW(Name)                                                                    \
+    static PyObject *Name##_new(PyTypeObject *type, PyObject *args, PyObject *given) \
+    {                                                                                \
+        Name *self = (Name *)type->tp_alloc(type, 0);                                \
+        if (self != NULL && Name##_init(self, args, given) < 0) Py_CLEAR(self);      \
+        return (PyObject *)self;                                                     \
+    }
+NEW(Basket)
+NEW(Pass)
+NEW(Gate)
+NEW(Way)
+
+#define TYPE(Name, doc, ...)                                                                              \
+    static PyTypeObject Name##Type = {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "layerscope_gates." #Name, \
+                                      .tp_basicsize = sizeof(Name),                                       \
+                                      .tp_doc = doc,                                                      \
+                                      .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,                \
+                                      .tp_dealloc = (destructor)Name##_dealloc,                           \
+                                      .tp_traverse = (traverseproc)Name##_traverse,                       \
+                                      .tp_clear = (inquiry)Name##_clear,                                  \
+                                      .tp_members = Name##_members,                                       \
+                                      __VA_ARGS__}
+#define MADE(Name) .tp_new = Name##_new, .tp_methods = Name##_methods
+TYPE(Basket, "What waits, of one step of one thread.", MADE(Basket));
+TYPE(Pass, "What is known of one point.", MADE(Pass));
+TYPE(Held, "A tensor that waits.", .tp_new = NULL);
+TYPE(Gate, "What lets the usual calls of one hook pass.", MADE(Gate));
+TYPE(Way, "How all of one kind and dtype are taken in one launch.", MADE(Way));
+
+static PyObject *prepare(PyObject *module, PyObject *args)
+{
+    PyObject *tensor, *frame, *task, *modes, *count;
+    if (!PyArg_ParseTuple(args, "OOOOO", &tensor, &frame, &task, &modes, &count)) return NULL;
+    Py_XSETREF(tensor_type, Py_NewRef(tensor));
+    Py_XSETREF(get_frame, Py_NewRef(frame));
+    Py_XSETREF(graph_task, Py_NewRef(task));
+    Py_XSETREF(has_modes, Py_NewRef(modes));
+    Py_XSETREF(count_type, Py_NewRef(count));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"prepare", prepare, METH_VARARGS,
+     "Tell what torch and Python call a tensor, a frame, a backward pass, modes, and a counter."},
+    {"sorted", sorted, METH_VARARGS,
+     "Sort what waits: by (kind, dtype) where it lies plainly on a device, odd, changed."},
+    {"swept", swept, METH_VARARGS, "Write where these lie, for one sweep over all of them; return the most programs."},
+    {"room_for", room_for, METH_VARARGS,
+     "Return the bytes that copies of these take, with the entries of `ferried`, and those of the largest."},
+    {"ferried", ferried, METH_VARARGS, "Write where these lie and go to, for one kernel; return the largest's bytes."},
+    {"copied", copied, METH_VARARGS, "Have the driver copy each of these, as `ferried` would lay them, on a stream."},
+    {"release", release, METH_O, "Let go of the tensors."},
+    {NULL}};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "layerscope_gates", .m_size = -1,
+                                        .m_methods = functions};
+
+PyMODINIT_FUNC PyInit_layerscope_gates(void)
+{
+    static const struct {
+        PyObject **to;
+        const char *name;
+    } names[] = {{&s_calls, "calls"},
+                 {&s_version, "_version"},
+                 {&s_data_ptr, "data_ptr"},
+                 {&s_numel, "numel"},
+                 {&s_at, "at"},
+                 {&s_moments, "moments"},
+                 {&s_shape, "shape"},
+                 {&s_contiguous, "is_contiguous"},
+                 {&s_is_neg, "is_neg"},
+                 {&s_is_complex, "is_complex"},
+                 {&s_dtype, "dtype"},
+                 {&s_requests, "requests"},
+                 {&s_get_device, "get_device"},
+                 {&s_page, "page"},
+                 {&s_aboard, "aboard"},
+                 {&s_over, "over"},
+                 {&s_table, "table"},
+                 {&s_acquire, "acquire"},
+                 {&s_release, "release"},
+                 {&s_is_meta, "is_meta"},
+                 {&s_is_quantized, "is_quantized"}};
+    static PyTypeObject *const types[] = {&BasketType, &PassType, &HeldType, &GateType, &WayType};
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL) return NULL;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if ((*names[i].to = PyUnicode_InternFromString(names[i].name)) == NULL) return NULL;
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+        if (PyModule_AddType(module, types[i]) < 0) return NULL;
+    return module;
+}

@@ -1,0 +1,181 @@
+/* The shortest way past a hook, for tensors on an accelerator that may wait for the end of their step.
+
+   Where a model waits for Python, a hook in Python costs more than the layer's own launch: its code is out of the
+   caches by the time it is called again. What is decided once is therefore kept here, and a call that is like the last
+   one passes by:
+
+       Pass    what is known of one point: tensors of these sizes may wait, until that step (basket.c)
+       Basket  what waits, of one step of one thread (basket.c)
+       Held    a tensor that waits (sweep.c)
+       Way     how all that waits, of one kind and dtype, is taken in one launch (sweep.c)
+       Gate    one of a hook's: the passes of the tensors that its value is made of, and where that value is seen (gate.c)
+
+   A gate answers False to anything it has not seen before, and leaves everything as it was: the hook's own Python knows
+   what to do. Nothing here calls an operation of torch's, and all of it happens without letting go of the interpreter.
+   Every function that is called, and every object that is looked at, costs a microsecond there: what can be asked when
+   all is taken, in one loop, is not asked in the hook. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#ifdef Py_GIL_DISABLED
+#error "the gates count on the interpreter's lock"
+#endif
+
+#if PY_VERSION_HEX >= 0x030C0000
+#define DEPTH(thread) ((thread)->py_recursion_limit - (thread)->py_recursion_remaining)
+#elif PY_VERSION_HEX >= 0x030B0000
+#define DEPTH(thread) ((thread)->recursion_limit - (thread)->recursion_remaining)
+#else
+#define DEPTH(thread) ((thread)->recursion_depth)
+#endif
+
+#if PY_VERSION_HEX >= 0x030D0000
+static int refers_to(PyObject *weak, PyObject *object)
+{
+    PyObject *found = NULL;
+    if (PyWeakref_GetRef(weak, &found) < 0) PyErr_Clear();
+    Py_XDECREF(found);
+    return found == object;
+}
+#else
+#define refers_to(weak, object) (PyWeakref_GET_OBJECT(weak) == (object))
+#endif
+
+#define SIZES 8   /* of one point's tensors that are told apart */
+#define PARTS 32  /* tensors of one value; more are for the hook */
+#define RECENT 8  /* tensors that are looked through for one that waits already */
+#define TAKEN 16  /* and, in the middle of a step, for one that was taken already */
+#define NESTED 32 /* calls under way of which it is known how deep they are */
+#define WAYS 8
+
+static PyObject *tensor_type, *get_frame, *graph_task, *has_modes, *count_type; /* what `prepare` was given */
+static PyObject *s_calls, *s_version, *s_data_ptr, *s_numel, *s_at, *s_moments, *s_shape, *s_contiguous, *s_is_neg,
+    *s_is_complex, *s_dtype, *s_requests, *s_get_device, *s_page, *s_aboard, *s_over, *s_table, *s_acquire, *s_release,
+    *s_is_meta, *s_is_quantized;
+
+/* How deep in the stack of Python and in that of C. */
+typedef struct {
+    long python;
+    intptr_t c;
+} Depth;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *place, *current_stream, *is_capturing, *keep, *rest;
+    PyObject *held;                              /* a list */
+    PyObject *step, *calls, *moments, *requests; /* of the step under way; NULL between two */
+    PyObject *under_way, *moment;                /* the thread's calls, and the moment of a first call, once known */
+    struct {
+        PyObject *call;
+        Depth depth;
+    } nested[NESTED];
+    int nesting;
+    struct Way *ways[WAYS];
+    unsigned long thread;
+    unsigned long long stream;
+    long long number;                /* of the step */
+    int alone, barred;               /* whether the step ends with this forward; whether nothing passes */
+    Py_ssize_t bytes, doubted, most; /* of what waits, of what is tried beside it, and of both together */
+    int now;                         /* whether something of it must be taken at once */
+    struct Held *recent[RECENT];     /* the last that wait, borrowed from the list, */
+    PyObject *tensors[RECENT];       /* and what they wait for: to look there is to look far */
+    unsigned count;                  /* of all that were put there */
+    struct {
+        PyObject *tensor; /* a weak reference */
+        struct Held *held;
+    } taken[TAKEN];   /* the last that were taken in the middle of the step */
+    unsigned takings; /* of all that were put there */
+} Basket;
+
+typedef struct {
+    long long items, until;
+    Py_ssize_t size;
+    int now; /* whether it is taken as it appears, with all that waits */
+} Size;
+
+typedef struct Way {
+    PyObject_HEAD
+    PyObject *kind, *dtype;
+    PyObject *lock, *desk, *launch, *turn; /* `turn` sees to it that the desk has a page with a slot that is free; */
+    /* where there is no desk, `launch` is given all of them, and does the rest */
+    long long slots, tile, most;
+} Way;
+
+typedef struct {
+    PyObject_HEAD
+    Basket *basket;
+    PyObject *point, *kind, *standing, *requests, *dtype; /* the last being that of the tensors that may wait */
+    Size sizes[SIZES];
+    int count;
+} Pass;
+
+typedef struct Held {
+    PyObject_HEAD
+    Pass *pass;
+    PyObject *tensor, *dtype, *moment, *shape;
+    PyObject *got, *part; /* what was taken of it and others, and its part of that */
+    PyObject *twin;
+    long long version, items, place; /* `place`: where in `got` its part is */
+    unsigned long long address;      /* once it was looked at to be taken */
+} Held;
+
+typedef struct {
+    PyObject_HEAD
+    Basket *basket;
+    PyObject *module, *name, *local;
+    PyObject *value, *args, *kwargs; /* what is expected: see `match` */
+    int blind;                       /* whether calls pass by, and nothing of them is wanted */
+    long away;                       /* frames to the one that makes the outer call */
+    Depth inside, here; /* how much deeper the hook is than the outer call's, and than its own call's, once known */
+    long long step, counted; /* the last one that calls passed in, and how many nobody but the gate has counted */
+} Gate;
+
+typedef struct {
+    Pass *pass;
+    PyObject *tensor;
+    Size *size;
+    Held *held;
+} Part;
+
+static PyTypeObject BasketType, PassType, HeldType, GateType, WayType;
+
+/* What is asked of torch, each the call of a function in C. */
+
+static long long number_of(PyObject *got) /* steals it; -1 with an error set if it is none */
+{
+    if (got == NULL) return -1;
+    long long number = PyLong_AsLongLong(got);
+    Py_DECREF(got);
+    return number;
+}
+
+static int is_address(PyObject *got, unsigned long long *address)
+{
+    if (got == NULL) return 0;
+    *address = PyLong_AsUnsignedLongLong(got);
+    Py_DECREF(got);
+    return !PyErr_Occurred();
+}
+
+static int is_frame(PyObject *frame, long away)
+{
+    PyObject *depth = PyLong_FromLong(away);
+    PyObject *found = depth == NULL ? NULL : PyObject_CallOneArg(get_frame, depth);
+    Py_XDECREF(depth);
+    if (found == NULL) { /* the stack is not that deep */
+        PyErr_Clear();
+        return 0;
+    }
+    Py_DECREF(found);
+    return found == frame;
+}
+
+/* Forget what a question raised; 0 if it was an interrupt, which is nobody's to forget. */
+static int forgiven(void)
+{
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return 0;
+    PyErr_Clear();
+    return 1;
+}
