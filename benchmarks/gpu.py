@@ -31,7 +31,7 @@ import layerscope as ls
 from benchmarks import gpu_checks, kernels
 from benchmarks.gpu_checks import EVERYTHING, LAYERS, first, lost, why
 from benchmarks.llama import large
-from benchmarks.pairing import Lap, alternating, paired, table
+from benchmarks.pairing import Lap, alternating, in_turn, paired, table
 from benchmarks.timing import machine
 
 PARTS = ("table", "kernels", "checks")
@@ -176,22 +176,14 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
 
 
 def taking_turns(plain: Lap, variants: Mapping[str, Lap], *, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
-    """Return the ratios of variants whose laps are ratios already, and laps of the plain run beside them.
+    """Return the ratios of variants whose laps are ratios already, and laps of the plain run.
 
     A lap records the model and the twin once each: two models alike are not equally fast.
     """
     ratios: dict[str, list[float]] = {name: [] for name in variants}
-    laps: list[float] = []
-    for turn in range(rounds):
-        for name in list(variants)[:: -1 if turn % 2 else 1]:
-            gc.collect()
-            gc.disable()
-            try:
-                ratios[name].append(math.sqrt(variants[name]() * variants[name]()))
-            finally:
-                gc.enable()
-        laps.append(plain())
-    return ratios, laps
+    for name in in_turn(variants, rounds):
+        ratios[name].append(math.sqrt(variants[name]() * variants[name]()))
+    return ratios, [plain() for _ in range(rounds)]
 
 
 def twin_of(model: Any) -> Any:

@@ -14,9 +14,9 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Lap", "alternating", "judged", "paired", "table"]
+__all__ = ["Lap", "alternating", "in_turn", "judged", "paired", "table"]
 
 Lap = Callable[[], float]
 
@@ -24,21 +24,28 @@ Lap = Callable[[], float]
 def paired(plain: Lap, variants: Mapping[str, Lap], *, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
     """Return the ratios of every variant, one per round, and all laps of the plain run.
 
-    Every other round goes through the variants backwards. Garbage is collected between laps, never in one.
+    Garbage is collected between laps, never in one.
     """
     ratios: dict[str, list[float]] = {name: [] for name in variants}
     laps: list[float] = []
+    for name in in_turn(variants, rounds):
+        before, lap, after = plain(), variants[name](), plain()
+        ratios[name].append(lap / ((before + after) / 2))
+        laps += [before, after]
+    return ratios, laps
+
+
+def in_turn(variants: Iterable[str], rounds: int) -> Iterator[str]:
+    """Name the variants, every other round backwards; while one is used, no garbage is collected."""
+    names = list(variants)
     for turn in range(rounds):
-        for name in list(variants)[:: -1 if turn % 2 else 1]:
+        for name in names[:: -1 if turn % 2 else 1]:
             gc.collect()
             gc.disable()
             try:
-                before, lap, after = plain(), variants[name](), plain()
+                yield name
             finally:
                 gc.enable()
-            ratios[name].append(lap / ((before + after) / 2))
-            laps += [before, after]
-    return ratios, laps
 
 
 def alternating(plain: Callable[[], object], other: Callable[[], object], *, turns: int) -> float:

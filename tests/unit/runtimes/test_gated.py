@@ -434,51 +434,19 @@ def test_the_next_thread_is_not_taken_for_one_that_was_broken_off(assert_alike):
 
 
 @WAYS
-def test_an_error_that_the_model_catches_costs_nothing_but_that_call(assert_alike, taps, options):
+@pytest.mark.parametrize("error", [ValueError, Interrupted])
+def test_an_error_that_the_model_catches_costs_nothing_but_that_call(assert_alike, taps, options, error):
     def forward(m, x):
         try:
             y = m.first(x)
-        except ValueError:
-            y = x
-        return m.second(m.first.one(y))
-
-    def inner(m, x):
-        x = m.one(x)
-        if model_of[0].breaks:
-            raise ValueError
-        return m.two(x)
-
-    model_of = []
-
-    def make():
-        model = Holder(forward, first=Holder(inner, **linears("one", "two")), second=nn.Linear(4, 4))
-        model.breaks = False
-        model_of[:] = [model]
-        return model
-
-    def run(model, here):
-        out = []
-        for step in range(12):
-            model.breaks = step % 3 == 2
-            out.append(model(X + step))
-        return out
-
-    assert_alike(make, run, taps, **options)
-
-
-@WAYS
-def test_an_interrupt_that_the_model_catches_costs_nothing_but_that_call(assert_alike, taps, options):
-    def forward(m, x):
-        try:
-            y = m.first(x)
-        except Interrupted:
+        except error:
             y = m.first.one(x)
         return m.second(m.first.two(y))
 
     def inner(m, x):
         x = m.one(x)
         if model_of[0].breaks:
-            raise Interrupted
+            raise error
         return m.two(x)
 
     model_of = []
