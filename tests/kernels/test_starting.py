@@ -53,7 +53,7 @@ def host(monkeypatch):
         monkeypatch.setattr(module, "current_stream", lambda place: 0)
     for module in (lanes, devices, gathering):
         monkeypatch.setattr(module, "is_capturing", lambda: False)
-    monkeypatch.setattr(lanes, "_alone", lambda: True)
+    monkeypatch.setattr(lanes, "is_alone", lambda: True)
     monkeypatch.setattr(devices, "lane_of", lambda where: host)
     monkeypatch.setattr(devices, "_why_not", lambda: "")
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
@@ -229,3 +229,122 @@ def test_a_large_tensor_is_swept_as_it_appears_with_all_that_waits_and_once(gath
             for one, tensor in zip(seen, (x, values(torch.bfloat16, 500) + step), strict=False):
                 assert_like_the_cpu(values_of(one), tensor, level="moments")
         gathered.end()
+
+
+def test_a_way_over_a_page_that_could_not_be_gathered_is_not_gone_again(host, monkeypatch):
+    statistics, due = statistics_of(values(torch.bfloat16, 100), level="full"), {}
+    request = Request(Point("a"), Wish(summary=True, level="full"))
+
+    def take_all(only, dtype, held):
+        way = statistics.start_all(only, dtype, held, GATES)
+        if way is not None:
+            gathered.basket.aim(way)
+
+    def alone(only, tensor):
+        return statistics._anyhow(tensor, only)
+
+    def no_memory(used):
+        raise torch.OutOfMemoryError("no memory")
+
+    def step(number):
+        x = values(torch.bfloat16, 100) * (1 + number)
+        gathered.begin(_Step(Moment(step=number), requests=due))
+        if gathered.hold(request, x, Moment(step=number)) is None:
+            gathered.doubt(request, "full", x, statistics.start(x, "full"))
+        gathered.end()
+        return x
+
+    kept = []
+    gathered = Gathering(GATES, PLACE, take_all=take_all, alone=alone, keep=kept.append, doubtful=lambda point: None)
+    step(0), step(1)
+    [desk] = statistics._desks.values()
+    with monkeypatch.context() as patched:
+        patched.setattr(desk.slots, "gather", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            values_of(kept[-1])
+    x = step(2)
+    assert_like_the_cpu(values_of(kept[-1]), x)  # the slots still hold what was not gathered
+
+
+def test_a_page_without_a_table_that_another_thread_has_opened_is_not_written_to(host, monkeypatch):
+    x = values(torch.float32, 3000)
+    statistics = statistics_of(x, level="moments")
+    turn = statistics._turn
+
+    def turned(desk):
+        found = turn(desk)
+        if host.rooms:
+            host.rooms = False
+            statistics._send(desk)
+            desk.page = None
+            statistics._launched(desk, desk.known[torch.float32], x.data_ptr(), x.numel(), x.shape)
+        return found
+
+    monkeypatch.setattr(statistics, "_turn", turned)
+    assert together(statistics, [x], "moments")[0] == [None]
+
+
+def test_an_interrupt_before_the_launch_leaves_nobody_another_tensors_numbers(host, monkeypatch):
+    x, y = values(torch.float32, 300), values(torch.float32, 300) + 1
+    statistics = statistics_of(x, level="moments")
+    [before], _ = together(statistics, [x], "moments")
+    assert_like_the_cpu(before(), x, level="moments")
+    basket = GATES.Basket(PLACE, list, list, 1 << 30, lanes.current_stream, lanes.is_capturing)
+    held = [basket.make(GATES.Pass(basket, Point("a"), "moments", None, {}), y)]
+    GATES.sorted(held, PLACE)
+
+    def interrupted(held):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(devices, "untaken", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        statistics.start_all("moments", torch.float32, held, GATES)
+    assert held[0].got is None
+
+
+def test_nothing_is_launched_while_another_device_is_the_current_one(host, monkeypatch):
+    here, launched = [PLACE], []
+
+    class Stream:
+        def __init__(self, stream):
+            pass
+
+        def __enter__(self):
+            here.append(PLACE)
+
+        def __exit__(self, *_):
+            here.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: "the stream of the step")
+    for module in (lanes, gathering):
+        monkeypatch.setattr(module, "is_alone", lambda: False)
+    monkeypatch.setattr(lanes, "_current_device", lambda: here[-1])
+    statistics = statistics_of(values(torch.bfloat16, 100), level="moments")
+    [desk] = statistics._desks.values()
+    starting_all, gather, kept = desk.slots.starting_all, desk.slots.gather, []
+
+    def watched(launch):
+        return lambda *numbers: (launched.append(here[-1]), launch(*numbers))[1]
+
+    monkeypatch.setattr(desk.slots, "starting_all", lambda dtype: watched(starting_all(dtype)))
+    monkeypatch.setattr(desk.slots, "gather", watched(gather))
+    gathered = Gathering(
+        GATES,
+        PLACE,
+        take_all=lambda only, dtype, held: gathered.basket.aim(statistics.start_all(only, dtype, held, GATES)),
+        alone=lambda only, tensor: statistics._anyhow(tensor, only),
+        keep=kept.append,
+        doubtful=lambda point: None,
+    )
+    request, due = Request(Point("a"), MOMENTS), {}
+    for number in range(3):
+        x = values(torch.bfloat16, 100) * (1 + number)
+        gathered.begin(_Step(Moment(step=number), requests=due))
+        if gathered.hold(request, x, Moment()) is None:
+            gathered.doubt(request, "moments", x, statistics.start(x, "moments"))
+        if number == 2:
+            here[:] = [5]  # in the middle of the step
+        gathered.end()
+    assert_like_the_cpu(values_of(kept[-1]), x, level="moments")
+    assert set(launched) == {PLACE}

@@ -34,8 +34,8 @@ static int says(PyObject *tensor, PyObject *name, int call) /* what it says of i
     return truth;
 }
 
-/* Whether torch knows of no change, neither of the values nor of the memory; -1 if the tensor cannot be asked (in a
-   transform of functions). */
+/* Whether torch counts no change of the values, and there is as much memory as there was, wherever it is now; -1 if the
+   tensor cannot be asked (in a transform of functions). */
 static int is_intact(Held *self)
 {
     long long version = number_of(PyObject_GetAttr(self->tensor, s_version)), items = 1;

@@ -27,6 +27,7 @@ from layerscope.recorder.lanes import (
     capturing,
     current_stream,
     is_capturing,
+    is_current,
     lane_of,
     lies_plainly,
     rest,
@@ -118,14 +119,14 @@ class Statistics:
         while done < len(held) and self._turn(desk):
             with self._lock:
                 page = desk.page
-                if page is None or page.aboard == slots:  # another thread has been quicker
+                if page is None or not page.table or page.aboard == slots:  # another thread has been quicker
                     continue
                 first, count = page.aboard, min(len(held) - done, slots - page.aboard)
                 page.aboard += count  # first of all: an interrupt must not use a slot twice
                 page.over = False
                 address = page.table + 24 * first
-                programs = gates.swept(held, done, done + count, address, *desk.slots.tiling(dtype), page, first)
                 with untaken(held[done : done + count]):
+                    programs = gates.swept(held, done, done + count, address, *desk.slots.tiling(dtype), page, first)
                     together(first, address, count, programs)
                 done += count
         turn = partial(self._turn, desk)
@@ -134,7 +135,7 @@ class Statistics:
     def _turn(self, desk: _Desk) -> bool:
         """See to it that there is a page with a slot that is free, and a table; whether there is."""
         with self._lock:
-            return self._page(desk).table != 0
+            return self._desks.get(desk.key) is desk and self._page(desk).table != 0  # not one that `_send` gave up
 
     def _page(self, desk: _Desk) -> _Page:
         """Return the page of a desk, another one if all its slots are taken."""
@@ -235,7 +236,7 @@ class Statistics:
         if page is None or not page.aboard:
             return
         try:
-            here = current_stream(desk.place) == desk.stream  # in another thread it would not be the current one
+            here = is_current(desk.place) and current_stream(desk.place) == desk.stream  # not so in another thread
             with undisturbed(), nullcontext() if here else torch.cuda.stream(page.origin):
                 page.sheet = desk.slots.gather(page.aboard)
             page.lane.send(page)

@@ -27,7 +27,7 @@ import torch
 from layerscope.points import Moment, Point
 from layerscope.recorder.cargo import Lost
 from layerscope.recorder.copying import undisturbed
-from layerscope.recorder.lanes import current_stream, is_capturing
+from layerscope.recorder.lanes import current_stream, is_alone, is_capturing, is_current
 from layerscope.recorder.taps import Only, Request
 
 __all__ = ["Gathering", "Held", "leave_behind", "values_of"]
@@ -57,6 +57,11 @@ def leave_behind(held: Held) -> None:
     got = (held.twin or held).got
     if hasattr(got, "leave"):
         got.leave()
+
+
+def _stream_here(place: int) -> int:
+    """Return the current stream of a device, -1 where another device is current: number 0 is a stream of each."""
+    return int(current_stream(place)) if is_current(place) else -1
 
 
 def _part(held: Held) -> Any:
@@ -140,12 +145,12 @@ class _Trial(NamedTuple):
         """Whether both can be looked at."""
         return bool(self.doubt.got.has_arrived and self.later.has_arrived)
 
-    def is_same(self) -> bool:
-        """Whether both are alike; not if one of them never came."""
+    def is_same(self) -> bool | None:
+        """Whether both are alike; None if one of them never came."""
         try:
             return bool(self.doubt.got.same_as(self.later))
         except Exception:
-            return False
+            return None
 
 
 class Gathering:
@@ -166,7 +171,9 @@ class Gathering:
         doubtful: Callable[[Point], None],
     ) -> None:
         self.place = place
-        self.basket = gates.Basket(place, keep, self._rest, _MOST, current_stream, is_capturing)
+        self.basket = gates.Basket(
+            place, keep, self._rest, _MOST, current_stream if is_alone() else _stream_here, is_capturing
+        )
         self._gates = gates
         self._take_all = take_all
         self._alone = alone
@@ -202,7 +209,7 @@ class Gathering:
         if self.basket.bytes or self._doubts:
             self._leave_nothing()
         self._step += 1
-        stream = -1 if is_capturing() else current_stream(self.place)
+        stream = -1 if is_capturing() else _stream_here(self.place)
         if stream != self._stream:
             self._stream = stream
             self.basket.aim(None)
@@ -251,7 +258,7 @@ class Gathering:
             return False
         if len(standing.proofs) >= _SIZES and tensor.numel() not in standing.proofs:
             return False
-        return bool(current_stream(self.place) == self._stream)
+        return _stream_here(self.place) == self._stream
 
     def end(self) -> None:
         """Take what was held back, and once more what is in doubt."""
@@ -321,13 +328,13 @@ class Gathering:
             trial = self._trials.popleft()
             held, size, _ = trial.doubt
             standing, waited, same = trial.doubt.standing, held.items in trial.doubt.standing.proofs, trial.is_same()
-            standing.judge(held.items, held.dtype, size, self._step, same=same)
-            if waited and not same:
+            standing.judge(held.items, held.dtype, size, self._step, same=bool(same))
+            if waited and same is False:
                 self._doubtful(held.pass_.point)
 
     def _take(self, found: Found, *, wanted: Callable[[Standing], bool] = lambda standing: True) -> None:
         """Take each tensor once, whoever saw it, on the stream it was made on."""
-        if self._origin is not None and current_stream(self.place) != self._stream:
+        if self._origin is not None and _stream_here(self.place) != self._stream:
             with torch.cuda.stream(self._origin):
                 self._take_here(found, wanted)
         else:

@@ -42,7 +42,8 @@ from layerscope.stats.driver import Launch, allow_captures, copy_address, copyin
 from layerscope.stats.launching import why_not
 
 __all__ = [
-    "Lane", "arriving", "capturing", "current_stream", "flying", "is_capturing", "lane_of", "lies_plainly", "rest",
+    "Lane", "arriving", "capturing", "current_stream", "flying", "is_alone", "is_capturing", "is_current", "lane_of",
+    "lies_plainly", "rest",
 ]  # fmt: skip
 
 _log = logging.getLogger("layerscope")
@@ -103,10 +104,21 @@ def lies_plainly(tensor: torch.Tensor, place: int) -> bool:
             and not tensor.is_neg()
             and not (tensor.dtype.is_complex or tensor.is_nested or tensor.is_quantized)
             and not (current_stream(place) and is_capturing())
-            and (_alone() or _current_device() == place)
+            and is_current(place)
         )
     except RuntimeError:  # what is sparse does not lie in order
         return False
+
+
+@cache
+def is_alone() -> bool:
+    """Tell whether there is no other device."""
+    return torch.cuda.device_count() <= 1
+
+
+def is_current(place: int) -> bool:
+    """Tell whether a device is the current one, which is where the driver launches and copies."""
+    return is_alone() or bool(_current_device() == place)
 
 
 def capturing() -> Unsupported:
@@ -150,7 +162,7 @@ class Lane:
 
     def board(self, arrival: Arrival, tensor: torch.Tensor) -> None:
         """Have a tensor leave, as it is when the current stream comes to this point."""
-        if _alone() or _current_device() == self.place:
+        if is_current(self.place):
             self._board(arrival, tensor)
         else:
             with torch.cuda.device(self._device):
@@ -206,7 +218,7 @@ class Lane:
             self._bring(small, gates.room_for(small, width)[0], width, room, gates, by_kernel=True)
         large = [one for one in held if one.got is None]
         while large:  # not more at a time than leaves a chunk of page-locked memory full in the end
-            some = max(1, _SHARE // (large[0].items * width))
+            some = max(1, _SHARE // largest)
             self._bring(large[:some], gates.room_for(large[:some], width)[0], width, room, gates, by_kernel=False)
             large = large[some:]
 
@@ -223,8 +235,8 @@ class Lane:
             flight.over = False
             landed = Landed(there, flight, room)
             if by_kernel:
-                largest = gates.ferried(held, width, there[2], landed)
                 with untaken(held):
+                    largest = gates.ferried(held, width, there[2], landed)
                     self._ferry(there[2], len(held), largest, raw)
             else:
                 gates.copied(held, width, there[2], landed, copy_address(), raw)
@@ -444,8 +456,3 @@ def lane_of(device: torch.device) -> Lane:
             if lane is None:
                 lane = _lanes[device.index] = Lane(device)
     return lane
-
-
-@cache
-def _alone() -> bool:
-    return torch.cuda.device_count() == 1

@@ -482,17 +482,23 @@ class Recording:
             request.recorded = True
             self._ledger.recorded(point)
 
-    def _settle(self, run: MemoryRun, *, leave: int = 0) -> None:
-        """Move what waits into a run, but for the last steps; copies from a device have then arrived."""
+    def _settle(self, run: MemoryRun, *, leave: int = 0, ended: bool = False) -> None:
+        """Move what waits into a run, but for the last steps; copies from a device have then arrived.
+
+        Once the recording has `ended`, nobody comes for what an interrupt has left: it is lost.
+        """
         self._taking.flush()
-        waiting = deque(self._pending.popleft() for _ in range(len(self._pending)))
+        waiting: deque[_Waiting | Held] = deque()
+        with suppress(IndexError):  # another thread may be settling too
+            for _ in range(len(self._pending)):
+                waiting.append(self._pending.popleft())
         left: list[_Waiting | Held] = []
         steps = list(dict.fromkeys(_step_of(_moment_of(one)) for one in waiting))
         last = set(steps[-leave:]) if leave else set()
         try:
             while waiting:
                 one = waiting[0]
-                if _is_unfinished(one) or _step_of(_moment_of(one)) in last:
+                if (not ended and _is_unfinished(one)) or _step_of(_moment_of(one)) in last:
                     left.append(waiting.popleft())
                     with suppress(Exception):  # whoever waits for it is told
                         _leave(one)  # so that nobody waits for a later step to have this one
@@ -522,7 +528,7 @@ class Recording:
             assert home is not None
             self._taking.close()
             if self._memory is not None:
-                self._settle(self._memory)
+                self._settle(self._memory, ended=True)
             if not self._ledger.forwards and state == "complete":
                 _log.warning("no forward of %s ran while recording: %s", type(self._watched).__name__, _SILENT_BLOCK)
             if notes := self._runtime.notes(self._watched):

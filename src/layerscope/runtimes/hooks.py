@@ -133,7 +133,7 @@ class Hook:
         self.begins = False  # whether the beginnings of these calls are seen too, after all
         self.gate = watcher.sink.gate(module, name, watcher.local) if self.simple else None
         if self.gate is not None:
-            self.gate.blind = not self.looks
+            self.gate.blind = side == "output" and not self.looks
             self.gate.away = self.away
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
@@ -225,6 +225,8 @@ class Before(Hook):
                     passes = self.tell(step, number, argument_leaves(args, kwargs), args or None)
                 if gate is not None and _may_pass(passes):
                     gate.args, gate.kwargs = made_of(args, passes), made_of(kwargs, passes)
+            elif gate is not None:
+                gate.blind = True  # the step has counted a call of it: it is known to have been called
         except Exception as error:
             watcher.sink.failed(Point(self.name, "input"), error)
 

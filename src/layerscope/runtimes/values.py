@@ -61,10 +61,12 @@ def _made_of(value: object, at: Leaf, standing: Mapping[Leaf, object]) -> object
     if kind is torch.Tensor:
         return standing.get(at)
     if kind in (tuple, list, dict):
+        if len(at) == _DEPTH:  # or it is inside itself
+            return None
         inside = list(_children(value))
         children = tuple(_made_of(child, (*at, key), standing) for key, child in inside)
         keys = tuple(value) if isinstance(value, dict) else ()
-        is_known = len(at) < _DEPTH and None not in children and all(type(key) is str for key in keys)
+        is_known = None not in children and all(type(key) is str for key in keys)
         return (kind, keys, children) if is_known else None
     is_closed = kind in _ATOMS or not (
         isinstance(value, (torch.Tensor, Mapping, tuple, list)) or dataclasses.is_dataclass(value)

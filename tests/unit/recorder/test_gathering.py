@@ -417,7 +417,7 @@ def test_nothing_is_judged_while_a_graph_is_captured(monkeypatch):
 
 
 def test_a_point_of_which_not_all_calls_could_be_tried_is_not_held_back(monkeypatch):
-    monkeypatch.setattr(gathering, "_MOST", 100 * 4)
+    monkeypatch.setattr(gathering, "_DOUBTED", 100 * 4)
     device = Device(a=SUMMARY)
 
     def forward():
@@ -428,6 +428,7 @@ def test_a_point_of_which_not_all_calls_could_be_tried_is_not_held_back(monkeypa
 
     assert [device.step(forward) for _ in range(3)] == [[False, False]] * 3
     device.assert_kept()
+    assert not device.requests["a"].standing.never  # there was no trial to lose
 
 
 def test_a_trial_whose_copy_never_came_is_lost(monkeypatch):
