@@ -293,10 +293,11 @@ def test_an_interrupt_before_the_launch_leaves_nobody_another_tensors_numbers(ho
     held = [basket.make(GATES.Pass(basket, Point("a"), "moments", None, {}), y)]
     GATES.sorted(held, PLACE)
 
-    def interrupted(held):
+    def interrupted(*numbers):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(devices, "untaken", interrupted)
+    [desk] = statistics._desks.values()
+    monkeypatch.setattr(desk, "together", lambda dtype: interrupted)
     with pytest.raises(KeyboardInterrupt):
         statistics.start_all("moments", torch.float32, held, GATES)
     assert held[0].got is None

@@ -61,7 +61,6 @@ static PyMethodDef functions[] = {
      "Tell what torch and Python call a tensor, a frame, a backward pass, modes, and a counter."},
     {"sorted", sorted, METH_VARARGS,
      "Sort what waits: by (kind, dtype) where it lies plainly on a device, odd, changed."},
-    {"swept", swept, METH_VARARGS, "Write where these lie, for one sweep over all of them; return the most programs."},
     {"room_for", room_for, METH_VARARGS,
      "Return the bytes that copies of these take, with the entries of `ferried`, and those of the largest."},
     {"ferried", ferried, METH_VARARGS, "Write where these lie and go to, for one kernel; return the largest's bytes."},

@@ -121,9 +121,6 @@ static int Way_clear(Way *self)
     return 0;
 }
 
-static PyMemberDef Way_members[] = {{NULL}};
-static PyMethodDef Way_methods[] = {{NULL}};
-
 /* What is done with all that waits. */
 
 static int is_held(PyObject *held) { return Py_IS_TYPE(held, &HeldType) && ((Held *)held)->tensor != NULL; }
@@ -292,6 +289,19 @@ static Py_ssize_t go(Way *way, PyObject *held)
     return done;
 }
 
+static PyObject *Way_take(Way *self, PyObject *held)
+{
+    if (!PyList_Check(held)) return PyErr_Format(PyExc_TypeError, "a list of what waits is needed");
+    if ((held = range_of(held, 0, PyList_GET_SIZE(held))) == NULL) return NULL;
+    Py_ssize_t done = go(self, held);
+    Py_DECREF(held);
+    return done < 0 ? NULL : PyLong_FromSsize_t(done);
+}
+
+static PyMemberDef Way_members[] = {{NULL}};
+static PyMethodDef Way_methods[] = {
+    {"take", (PyCFunction)Way_take, METH_O, "Take these, as long as the way is free; return how many."}, {NULL}};
+
 static void release_all(PyObject *held)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(held); i++)
@@ -311,64 +321,29 @@ static PyObject *sweep(Basket *basket)
     if (basket->held == NULL || !PyList_GET_SIZE(basket->held)) Py_RETURN_NONE;
     PyObject *held = emptied(basket);
     if (held == NULL) return NULL;
-    PyObject *sorted = sort(held, PyLong_AsLongLong(basket->place));
-    PyObject *groups = sorted == NULL ? NULL : PyTuple_GET_ITEM(sorted, 0), *key, *group;
-    int rest =
-        sorted == NULL || PyList_GET_SIZE(PyTuple_GET_ITEM(sorted, 1)) || PyList_GET_SIZE(PyTuple_GET_ITEM(sorted, 2));
+    PyObject *sorted = sort(held, PyLong_AsLongLong(basket->place)), *key, *group;
+    int fine = sorted != NULL;
+    int here = fine && basket->ways[0] != NULL && is_on_stream(basket);
+    fine = fine && forgiven(); /* whoever takes the rest meets any error but an interrupt again, and says so */
+    int rest = fine && (PyList_GET_SIZE(PyTuple_GET_ITEM(sorted, 1)) || PyList_GET_SIZE(PyTuple_GET_ITEM(sorted, 2)));
     Py_ssize_t at = 0;
-    int here = sorted != NULL && basket->ways[0] != NULL && is_on_stream(basket);
-    if (sorted != NULL && !here && !forgiven()) { /* but any other error: whoever takes the rest meets it again */
-        Py_CLEAR(sorted);
-        rest = 1;
-    }
-    while (sorted != NULL && PyDict_Next(groups, &at, &key, &group)) {
+    while (fine && PyDict_Next(PyTuple_GET_ITEM(sorted, 0), &at, &key, &group)) {
         Way *way = here ? way_of(basket, key) : NULL;
-        Py_ssize_t done = 0;
         if (way != NULL) {
             Py_INCREF(way);
-            done = go(way, group);
+            Py_ssize_t done = go(way, group);
             Py_DECREF(way);
-            if (done < 0 && !PyErr_ExceptionMatches(PyExc_Exception)) { /* an interrupt */
-                release_all(held);
-                Py_DECREF(held);
-                Py_DECREF(sorted);
-                return NULL;
-            }
-            if (done < 0) { /* whoever takes the rest meets it again, and says so */
-                PyErr_Clear();
-                done = taken_of(group);
-            }
-            if (PyList_SetSlice(group, 0, done, NULL) < 0) PyErr_Clear();
+            fine = forgiven();
+            if (fine && PyList_SetSlice(group, 0, done < 0 ? taken_of(group) : done, NULL) < 0) PyErr_Clear();
         }
         rest |= PyList_GET_SIZE(group) > 0;
     }
-    if (!rest) {
-        release_all(held);
-        Py_DECREF(held);
-        Py_DECREF(sorted);
-        Py_RETURN_NONE;
-    }
-    if (sorted == NULL) {
-        release_all(held);
-        Py_DECREF(held);
-        return NULL;
-    }
-    return Py_BuildValue("NN", held, sorted);
-}
-
-static PyObject *swept(PyObject *module, PyObject *args)
-{
-    PyObject *held, *got;
-    Py_ssize_t from, to;
-    unsigned long long address;
-    long long tile, most, place;
-    if (!PyArg_ParseTuple(args, "O!nnKLLOL", &PyList_Type, &held, &from, &to, &address, &tile, &most, &got, &place))
-        return NULL;
-    if (tile < 1 || most < 1) return PyErr_Format(PyExc_ValueError, "a tile and a program at least");
-    if ((held = range_of(held, from, to)) == NULL) return NULL;
-    long long largest = entered(held, 0, to - from, address, tile, most, got, place);
+    if (fine && rest) return Py_BuildValue("NN", held, sorted);
+    release_all(held);
     Py_DECREF(held);
-    return PyLong_FromLongLong(largest);
+    Py_XDECREF(sorted);
+    if (!fine) return NULL;
+    Py_RETURN_NONE;
 }
 
 static long long aligned(long long size) { return (size + 63) & -64; }

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from layerscope.recorder.cargo import Carried, untaken
+from layerscope.recorder.cargo import Carried
 from layerscope.recorder.copying import dtype_name, undisturbed
 from layerscope.recorder.lanes import (
     Lane,
@@ -115,22 +115,10 @@ class Statistics:
         together = None if desk is None else desk.together(dtype)
         if desk is None or together is None:
             return None
-        slots, done = desk.slots.size, 0
-        while done < len(held) and self._turn(desk):
-            with self._lock:
-                page = desk.page
-                if page is None or not page.table or page.aboard == slots:  # another thread has been quicker
-                    continue
-                first, count = page.aboard, min(len(held) - done, slots - page.aboard)
-                page.aboard += count  # first of all: an interrupt must not use a slot twice
-                page.over = False
-                address = page.table + 24 * first
-                with untaken(held[done : done + count]):
-                    programs = gates.swept(held, done, done + count, address, *desk.slots.tiling(dtype), page, first)
-                    together(first, address, count, programs)
-                done += count
-        turn = partial(self._turn, desk)
-        return gates.Way(level, dtype, self._lock, desk, together, turn, slots, *desk.slots.tiling(dtype))
+        turn, slots = partial(self._turn, desk), desk.slots.size
+        way = gates.Way(level, dtype, self._lock, desk, together, turn, slots, *desk.slots.tiling(dtype))
+        way.take(held)
+        return way
 
     def _turn(self, desk: _Desk) -> bool:
         """See to it that there is a page with a slot that is free, and a table; whether there is."""

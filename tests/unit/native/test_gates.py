@@ -106,7 +106,7 @@ class Bench:
         return left[1]
 
     def aim(self, desk, *, kind="moments", dtype=torch.float32):
-        self.basket.aim(gates.Way(kind, dtype, desk.lock, desk, desk.launch, desk.turn, SLOTS, TILE, PROGRAMS))
+        self.basket.aim(desk.way(kind=kind, dtype=dtype))
 
 
 class Page:
@@ -130,6 +130,9 @@ class Desk:
         self.values = []
         self.refuses = False
         self.raises = None
+
+    def way(self, *, kind="moments", dtype=torch.float32):
+        return gates.Way(kind, dtype, self.lock, self, self.launch, self.turn, SLOTS, TILE, PROGRAMS)
 
     def turn(self):
         assert not self.lock.locked()
@@ -653,9 +656,11 @@ def test_what_is_only_made_is_sorted_and_entered_alike():
     desk.turn()
 
     assert gates.sorted([*held, "no tensor"], HERE) == ({("moments", torch.float32): held}, [], [])
-    assert gates.swept(held, 1, 2, desk.page.table, TILE, PROGRAMS, desk.page, 3) == 1
+    desk.page.aboard = 3
+    assert desk.way().take(held[1:]) == 1
 
-    where, items, each = ENTRY.unpack_from(desk.page.memory)
+    assert desk.launches == [(3, 1, 1)]
+    where, items, each = ENTRY.unpack_from(desk.page.memory, 3 * ENTRY.size)
     assert (where, items, each) == (held[1].tensor.data_ptr(), 6, 1)
     assert (held[0].got, held[1].got, held[1].place) == (None, desk.page, 3)
 
@@ -918,7 +923,7 @@ def mistakes():
         "allowed too little": (leave.allow, 2, 8),
         "sorted without a list": (gates.sorted, (held,), HERE),
         "sorted nowhere": (gates.sorted, [held], None),
-        "swept to nowhere": (gates.swept, [held], 0, 1, None, TILE, PROGRAMS, None, 0),
+        "taken without a list": (desk.way().take, (held,)),
         "room for no list": (gates.room_for, None, 4),
         "released without a list": (gates.release, held),
     }
@@ -952,28 +957,25 @@ def test_what_does_not_wait_cannot_be_taken():
     for given in ([held], [None], ["no tensor"]):
         with pytest.raises(ValueError, match="not all of these wait"):
             gates.room_for(given, 4)
-    for first, last in ((-1, 0), (1, 0), (0, 2)):
         with pytest.raises(ValueError, match="not all of these wait"):
-            gates.swept(made(bench, bits(2)), first, last, 0, TILE, PROGRAMS, None, 0)
+            Desk().way().take(given)
 
 
 def test_what_has_no_items_takes_a_program_like_any_other():
     def ask():
         desk = Desk()
-        desk.turn()
-        held = made(Bench(), bits(0))
-        assert gates.swept(held, 0, 1, desk.page.table, TILE, PROGRAMS, desk.page, 0) == 1
+        assert desk.way().take(made(Bench(), bits(0))) == 1
+        assert desk.launches == [(0, 1, 1)]
 
     assert_lives_through(ask)
 
 
 def test_a_tile_of_nothing_is_refused():
     def ask():
-        bench, desk = Bench(), Desk()
-        with pytest.raises(ValueError, match="tile"):
-            gates.Way("moments", torch.float32, desk.lock, desk, desk.launch, desk.turn, SLOTS, 0, 0)
-        with pytest.raises(ValueError, match="tile"):
-            gates.swept(made(bench, bits(2)), 0, 1, 0, 0, 0, None, 0)
+        desk = Desk()
+        for tile, most in ((0, 0), (0, 1), (1, 0)):
+            with pytest.raises(ValueError, match="tile"):
+                gates.Way("moments", torch.float32, desk.lock, desk, desk.launch, desk.turn, SLOTS, tile, most)
 
     assert_lives_through(ask)
 
@@ -985,10 +987,11 @@ def test_what_was_taken_before_may_change_the_list_when_it_is_let_go_of():
 
     def ask():
         desk = Desk()
-        desk.turn()
         held[:] = made(Bench(), *(bits(2) for _ in range(SLOTS)))
+        gates.sorted(held, HERE)
         held[0].got = Clearing()
-        assert gates.swept(held, 0, SLOTS, desk.page.table, TILE, PROGRAMS, desk.page, 0) == 1
+        assert desk.way().take(held) == SLOTS
+        assert desk.launches == [(0, SLOTS, 1)]
 
     held = []
     assert_lives_through(ask)
