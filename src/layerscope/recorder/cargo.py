@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from layerscope.recorder.pinned import Room
 if TYPE_CHECKING:
     from layerscope.recorder.lanes import Lane
 
-__all__ = ["Arrival", "Bytes", "Cargo", "Carried", "Flight", "Landed", "Lost", "Trip", "as_tensor", "flat", "untaken"]
+__all__ = ["Arrival", "Bytes", "Cargo", "Carried", "Flight", "Landed", "Lost", "Trip", "as_tensor", "flat"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -248,17 +247,6 @@ class Landed(NamedTuple):
         arrival = Arrival(dtype, shape, self.room)
         arrival.landing, arrival.cargo = (chunk, at + place, address + place), self.flight
         return arrival
-
-
-@contextmanager
-def untaken(held: Iterable[Any]) -> Iterator[None]:
-    """Have tensors that were told where their values will be know that they are not there, if the launch raises."""
-    try:
-        yield
-    except BaseException:
-        for one in held:
-            one.got = None
-        raise
 
 
 def as_tensor(octets: Bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

@@ -174,7 +174,7 @@ class Gathering:
         self.basket = gates.Basket(
             place, keep, self._rest, _MOST, current_stream if is_alone() else _stream_here, is_capturing
         )
-        self._gates = gates
+        self.gates = gates
         self._take_all = take_all
         self._alone = alone
         self._doubtful = doubtful
@@ -195,17 +195,15 @@ class Gathering:
         """Hold nothing back any more."""
         self._thread = -1
         self.basket.bar()
-        self._gates.release([one.held for one in self._doubts])
+        self.gates.release([one.held for one in self._doubts])
         self._doubts.clear()
         self._trials.clear()
 
     def begin(self, step: Any) -> None:
         """Begin a step, and judge the points whose trial is over; None is a step in which nothing may wait."""
-        me = get_ident()
-        if self._thread != me:
-            if self._thread is not None:
-                return
-            self._thread = me
+        if not self.is_mine:
+            return
+        self._thread = get_ident()
         if self.basket.bytes or self._doubts:
             self._leave_nothing()
         self._step += 1
@@ -240,7 +238,7 @@ class Gathering:
             if step is None:
                 return
             standing = request.standing = Standing(self._points % _SOON)
-            standing.leave = self._gates.Pass(self.basket, request.point, only, standing, step.requests)
+            standing.leave = self.gates.Pass(self.basket, request.point, only, standing, step.requests)
             self._points += 1
         size = 0 if got is None else tensor.untyped_storage().nbytes()  # of the whole that it may be a view of
         if only != "tensor" and (standing.never or size > _LARGEST):
@@ -262,12 +260,10 @@ class Gathering:
 
     def end(self) -> None:
         """Take what was held back, and once more what is in doubt."""
-        if self._thread != get_ident():
+        if not self.is_mine:
             return
         self.basket.shut()
-        left = self.basket.sweep()
-        if left is not None:
-            self._rest(left)
+        self.flush()
         if self._doubts:
             self._try()
 
@@ -277,7 +273,7 @@ class Gathering:
         self.basket.doubted = 0
         held = [one.held for one in doubts]
         try:
-            self._take(self._gates.sorted(held, self.place), wanted=self._is_tried)
+            self._take(self.gates.sorted(held, self.place), wanted=self._is_tried)
             for one in doubts:
                 if one.held.got is None or isinstance(one.held.got, _Single):
                     one.standing.refused = self._step
@@ -288,7 +284,7 @@ class Gathering:
                     one.got.leave()
                     leave_behind(one.held)
         finally:
-            self._gates.release(held)
+            self.gates.release(held)
 
     def _is_tried(self, standing: Standing) -> bool:
         return not standing.never and standing.refused != self._step
@@ -305,7 +301,7 @@ class Gathering:
         try:
             self._take(found)
         finally:
-            self._gates.release(held)
+            self.gates.release(held)
 
     def close(self) -> None:
         """Take what is held back, whoever's it is, and let go of the rest."""
@@ -319,7 +315,7 @@ class Gathering:
         self.basket.shut()
         self.flush()
         if self._doubts:
-            self._gates.release([one.held for one in self._doubts])
+            self.gates.release([one.held for one in self._doubts])
             self._doubts.clear()
         self.basket.doubted = 0
 

@@ -24,19 +24,7 @@ import numpy as np
 import torch
 
 from layerscope.errors import Unsupported
-from layerscope.recorder.cargo import (
-    Arrival,
-    Bytes,
-    Cargo,
-    Carried,
-    Flight,
-    Landed,
-    Lost,
-    Trip,
-    as_tensor,
-    flat,
-    untaken,
-)
+from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Landed, Lost, Trip, as_tensor, flat
 from layerscope.recorder.pinned import Pinned, Room
 from layerscope.stats.driver import Launch, allow_captures, copy_address, copying, why_no_driver
 from layerscope.stats.launching import why_not
@@ -210,10 +198,11 @@ class Lane:
         no page-locked memory is free.
         """
         size, largest = gates.room_for(held, width)
-        if largest <= _TINY and not why_not():
+        tiny = -1 if why_not() else _TINY  # bytes of what goes by the kernel
+        if largest <= tiny:
             self._bring(held, size, width, room, gates, by_kernel=True)
             return
-        small = [one for one in held if one.items * width <= _TINY and not why_not()]
+        small = [one for one in held if one.items * width <= tiny]
         if small:
             self._bring(small, gates.room_for(small, width)[0], width, room, gates, by_kernel=True)
         large = [one for one in held if one.got is None]
@@ -235,9 +224,13 @@ class Lane:
             flight.over = False
             landed = Landed(there, flight, room)
             if by_kernel:
-                with untaken(held):
+                try:
                     largest = gates.ferried(held, width, there[2], landed)
                     self._ferry(there[2], len(held), largest, raw)
+                except BaseException:  # they were told where their copies will be, and those are not under way
+                    for one in held:
+                        one.got = None
+                    raise
             else:
                 gates.copied(held, width, there[2], landed, copy_address(), raw)
 

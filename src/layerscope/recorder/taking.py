@@ -95,7 +95,7 @@ class Taking:
         if on_device:
             self._devices.prepare(on_device, level=plan.default.level if plan.counts else None)
             if self._gathering is not None:
-                self._prepare_lane(self._gathering)
+                self._ask(lane_of(torch.device("cuda", self._gathering.place)).prepare)
         elif plan.counts:
             prepare(*_dtypes(parameters))
         return (self._devices.kernels if on_device else backend()) if plan.counts else None
@@ -113,23 +113,17 @@ class Taking:
         """Return what lets the usual calls of a hook pass, where there is such a thing."""
         if self._gathering is None:
             return None
-        return native.load().Gate(self._gathering.basket, module, name, local)  # type: ignore[union-attr]
+        return self._gathering.gates.Gate(self._gathering.basket, module, name, local)
 
     def begin(self, step: Any) -> None:
         """Begin a step; None is one in which no tensor may wait for its end."""
         if self._gathering is not None:
-            try:
-                self._gathering.begin(step)
-            except Exception as error:
-                self._gather_no_more(error)
+            self._ask(self._gathering.begin, step)
 
     def end(self) -> None:
         """End a step: what was held back is taken, and what is waited for from now on leaves at once."""
         if self._gathering is not None:
-            try:
-                self._gathering.end()
-            except Exception as error:
-                self._gather_no_more(error)
+            self._ask(self._gathering.end)
         try:
             self._devices.fetch()
         except Exception as error:  # whoever waits for the values is told
@@ -219,8 +213,8 @@ class Taking:
     def _take_all(self, only: Only, dtype: torch.dtype, held: list[Held]) -> None:
         """Take one thing of each tensor, in one launch on the current stream; none where that cannot be done."""
         assert self._gathering is not None
-        gates: Any = native.load()
         try:
+            gates = self._gathering.gates
             if only == "tensor":
                 lane = lane_of(torch.device("cuda", self._gathering.place))
                 ferry = partial(lane.ferry, width=dtype.itemsize, room=self._arena.room, gates=gates)
@@ -233,10 +227,10 @@ class Taking:
         except Exception as error:
             self._gather_no_more(error)
 
-    def _prepare_lane(self, gathering: Gathering) -> None:
-        lane = lane_of(torch.device("cuda", gathering.place))
+    def _ask(self, what: Callable[..., None], *given: Any) -> None:
+        """Ask something that gathering needs; where that fails, nothing is gathered any more."""
         try:
-            lane.prepare()
+            what(*given)
         except Exception as error:
             self._gather_no_more(error)
 

@@ -25,7 +25,7 @@ _counting = threading.Lock()
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One step under way: its moment, and how often each module has been called in it.
+    """One step under way: its moment, and how often each module has been called in it, as far as its hooks know.
 
     `idle` is set when no tap is due, so that hooks can return at once. `whole`, where it is set, is told each value
     that passes a wanted side, with its structure, once its tensors have been seen.
