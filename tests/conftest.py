@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,3 +23,14 @@ def _seeded(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
         monkeypatch.delenv(variable, raising=False)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def nobody_leaves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Begin as a process does: a Monitor of another test that still listens to its model still listens to SIGTERM."""
+    from layerscope.monitor import leaving
+
+    monkeypatch.setattr(leaving, "_holding", set())
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)

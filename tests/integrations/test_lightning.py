@@ -126,6 +126,7 @@ def test_the_samples_of_each_batch_are_noted(model, samples, fit, callback, full
     assert torch.utils.data.DataLoader.__iter__ is before
 
 
+@pytest.mark.usefixtures("nobody_leaves")
 def test_sigterm_stays_lightnings(model, fit, callback, full, tmp_path):
     from lightning.pytorch import Callback
 

@@ -7,17 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from layerscope.monitor import leaving as module
 from layerscope.monitor.leaving import leave_on_sigterm
 
-
-@pytest.fixture(autouse=True)
-def _nobody_else(monkeypatch):
-    """Begin as a process does: a Monitor of another test that still listens to its model still listens to SIGTERM."""
-    monkeypatch.setattr(module, "_holding", set())
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
+pytestmark = pytest.mark.usefixtures("nobody_leaves")
 
 
 @contextmanager

@@ -515,6 +515,7 @@ def test_a_monitor_that_goes_with_its_model_saves_what_is_unsaved(tmp_path):
     assert open_run(tmp_path / "run").state == "complete"
 
 
+@pytest.mark.usefixtures("nobody_leaves")
 def test_while_hooks_are_there_sigterm_ends_the_process_in_order_and_not_longer(tmp_path):
     first = Monitor(model(), ["0"], [1], tmp_path, [0])
     second = Monitor(model(), ["0"], [1], tmp_path, [0])

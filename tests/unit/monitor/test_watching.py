@@ -417,6 +417,7 @@ def test_what_a_sink_a_rule_or_a_callback_raises_is_said_once_and_stops_nothing(
         assert sum(words in message for message in caplog.messages) == 1
 
 
+@pytest.mark.usefixtures("nobody_leaves")
 def test_sigterm_ends_the_block_in_order():
     model, optimizer, step = trained()
     sink = Kept()
