@@ -32,19 +32,30 @@ def why_not() -> str:
     return _tried()[1]
 
 
+def _called(gate: Any, *given: Any) -> Any:
+    """Say in Python what the call of a gate comes to, for compilers that read it."""
+    return gate.hook(*given)
+
+
 @cache
 def _tried() -> tuple[Any, str]:
     here = Path(__file__).parent
-    source = "\n".join(f'#line 1 "{name}"\n{(here / name).read_text("utf-8")}' for name in FILES)
+    parts = [f'#line 1 "{name}"\n{(here / name).read_text("utf-8")}' for name in FILES]
+    source = "\n".join([f"/* for torch {torch.__version__}, whose header it includes */", *parts])
     try:
         build: Any = import_module("triton.runtime.build")
-        gates = build.compile_module_from_src(src=source, name="layerscope_gates")
+        gates = build.compile_module_from_src(
+            src=source, name="layerscope_gates", include_dirs=[str(Path(torch.__file__).parent / "include")]
+        )
         gates.prepare(
             torch.Tensor,
+            torch.Tensor.__dlpack_c_exchange_api__,
             sys._getframe,
             torch._C._current_graph_task_id,
             torch._C._is_torch_function_mode_enabled,
+            getattr(torch._C, "_cuda_getCurrentRawStream", None),  # a build without CUDA has none
             count,
+            _called,
         )
     except Exception as error:  # no Triton, no compiler, no header, an interpreter without its lock
         return None, f"{type(error).__name__}: {error}"

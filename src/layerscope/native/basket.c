@@ -8,7 +8,13 @@ static int is_open(Basket *basket)
 static int is_on_stream(Basket *basket)
 {
     unsigned long long stream;
-    if (!is_address(PyObject_CallOneArg(basket->current_stream, basket->place), &stream)) return 0;
+    if (basket->direct) {
+        void *current;
+        if (torch_says->current_work_stream(kDLCUDA, basket->device, &current) != 0) return 0;
+        stream = (unsigned long long)(uintptr_t)current;
+    } else if (!is_address(PyObject_CallOneArg(basket->current_stream, basket->place), &stream)) {
+        return 0;
+    }
     if (stream != basket->stream) return 0;
     if (!stream) return 1; /* the default stream is never captured */
     PyObject *captures = PyObject_CallNoArgs(basket->is_capturing);
@@ -17,21 +23,21 @@ static int is_on_stream(Basket *basket)
     return quiet;
 }
 
-static Size *size_of(Pass *pass, PyObject *tensor)
+/* Whether a tensor may wait, by its pass; it is one of torch's own type. */
+static int may_wait(Pass *pass, PyObject *tensor, Part *part)
 {
     Basket *basket = pass->basket;
-    if (pass->requests != basket->requests || !pass->count) return NULL;
-    long long items = number_of(PyObject_CallMethodNoArgs(tensor, s_numel));
-    if (items < 0) return NULL;
-    for (int i = 0; i < pass->count; i++) {
-        Size *size = &pass->sizes[i];
-        if (size->items != items) continue;
-        return basket->number <= size->until ? size : NULL;
-    }
-    return NULL;
+    DLTensor how;
+    if (pass->requests != basket->requests || !pass->count || !lies(tensor, &how)) return 0;
+    long long items = items_of(&how);
+    Size *size = pass->sizes, *end = size + pass->count;
+    while (size < end && size->items != items) size++;
+    if (size == end || basket->number > size->until) return 0;
+    *part = (Part){pass, tensor, size, address_of(&how), NULL};
+    return 1;
 }
 
-static Held *made(Pass *pass, PyObject *tensor, long long items)
+static Held *made(Pass *pass, PyObject *tensor, long long items, unsigned long long address)
 {
     long long version = number_of(PyObject_GetAttr(tensor, s_version)); /* an inference tensor has none, and raises */
     if (PyErr_Occurred()) return NULL;
@@ -40,6 +46,7 @@ static Held *made(Pass *pass, PyObject *tensor, long long items)
     held->pass = (Pass *)Py_NewRef((PyObject *)pass);
     held->tensor = Py_NewRef(tensor);
     held->items = items;
+    held->address = address;
     held->version = version;
     return held;
 }
@@ -162,7 +169,9 @@ static int Basket_init(Basket *self, PyObject *args, PyObject *given)
     if (!PyArg_ParseTupleAndKeywords(args, given, "O!OOnOO", names, &PyLong_Type, &place, &keep, &rest, &self->most,
                                      &current_stream, &is_capturing))
         return -1;
-    if (PyLong_AsLongLong(place) == -1 && PyErr_Occurred()) return -1;
+    self->device = (int)PyLong_AsLong(place);
+    if (PyErr_Occurred()) return -1;
+    self->direct = current_stream == raw_stream && current_stream != Py_None;
     Py_XSETREF(self->place, Py_NewRef(place));
     Py_XSETREF(self->keep, Py_NewRef(keep));
     Py_XSETREF(self->rest, Py_NewRef(rest));
@@ -273,10 +282,10 @@ static PyObject *Basket_hold(Basket *self, PyObject *args)
     Pass *pass;
     PyObject *tensor, *moment;
     if (!PyArg_ParseTuple(args, "O!OO", &PassType, &pass, &tensor, &moment)) return NULL;
-    Part part = {pass, tensor};
+    Part part = {NULL};
     if (pass->basket == self && is_open(self) && (PyObject *)Py_TYPE(tensor) == tensor_type &&
-        (part.size = size_of(pass, tensor)) != NULL && is_on_stream(self))
-        part.held = made(pass, tensor, part.size->items);
+        may_wait(pass, tensor, &part) && is_on_stream(self))
+        part.held = made(pass, tensor, part.size->items, part.address);
     if (part.held == NULL) {
         if (!forgiven()) return NULL;
         Py_RETURN_NONE;
@@ -290,8 +299,13 @@ static PyObject *Basket_make(Basket *self, PyObject *args)
     Pass *pass;
     PyObject *tensor;
     if (!PyArg_ParseTuple(args, "O!O", &PassType, &pass, &tensor)) return NULL;
-    long long items = number_of(PyObject_CallMethodNoArgs(tensor, s_numel));
-    return PyErr_Occurred() ? NULL : (PyObject *)made(pass, tensor, items);
+    DLTensor how;
+    Held *held = NULL;
+    if ((PyObject *)Py_TYPE(tensor) == tensor_type && lies(tensor, &how))
+        held = made(pass, tensor, items_of(&how), address_of(&how));
+    if (held != NULL) return (PyObject *)held;
+    if (!forgiven()) return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *Basket_aim(Basket *self, PyObject *way)
@@ -318,7 +332,8 @@ static PyMethodDef Basket_methods[] = {
     {"shut", (PyCFunction)Basket_shut, METH_NOARGS, "End it."},
     {"hold", (PyCFunction)Basket_hold, METH_VARARGS,
      "Hold a tensor back, by its pass and at a moment; None if it may not."},
-    {"make", (PyCFunction)Basket_make, METH_VARARGS, "Make a Held of a tensor that is taken at once as well."},
+    {"make", (PyCFunction)Basket_make, METH_VARARGS,
+     "Make a Held of a tensor that is taken at once as well; None if it does not lie in a way that is known."},
     {"aim", (PyCFunction)Basket_aim, METH_O, "Have all of one kind and dtype taken in one way; None forgets all ways."},
     {"sweep", (PyCFunction)Basket_sweep, METH_NOARGS,
      "Take what waits, where there is a way; return the rest: held, (groups, odd, changed). None if there is none."},
@@ -381,6 +396,7 @@ static PyObject *Pass_allow(Pass *self, PyObject *args)
     if (at == SIZES) Py_RETURN_FALSE;
     if (at == self->count) self->count++;
     self->sizes[at] = size;
+    self->typed = 0;
     Py_XSETREF(self->dtype, Py_NewRef(dtype));
     Py_RETURN_TRUE;
 }

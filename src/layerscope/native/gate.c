@@ -6,9 +6,10 @@ static int match(PyObject *expected, PyObject *value, Part *parts, int *count)
 {
     if (Py_IS_TYPE(expected, &PassType)) {
         if ((PyObject *)Py_TYPE(value) != tensor_type || *count == PARTS) return 0;
-        Size *size = size_of((Pass *)expected, value);
-        if (size == NULL) return 0;
-        parts[(*count)++] = (Part){(Pass *)Py_NewRef(expected), Py_NewRef(value), size, NULL};
+        if (!may_wait((Pass *)expected, value, &parts[*count])) return 0;
+        Py_INCREF(expected);
+        Py_INCREF(value);
+        ++*count;
         return 1;
     }
     if (PyType_Check(expected)) return (PyObject *)Py_TYPE(value) == expected;
@@ -42,12 +43,27 @@ static int match(PyObject *expected, PyObject *value, Part *parts, int *count)
     return 1;
 }
 
+static PyObject *Gate_begin(PyObject *, PyObject *const *, size_t, PyObject *);
+static PyObject *Gate_finish(PyObject *, PyObject *const *, size_t, PyObject *);
+static PyObject *Gate_end(PyObject *, PyObject *const *, size_t, PyObject *);
+
+static const struct {
+    const char *kind;
+    vectorcallfunc call;
+} gate_calls[] = {{"begin", Gate_begin}, {"finish", Gate_finish}, {"end", Gate_end}};
+
 static int Gate_init(Gate *self, PyObject *args, PyObject *given)
 {
-    static char *names[] = {"basket", "module", "name", "local", NULL};
-    PyObject *basket, *module, *name, *local;
-    if (!PyArg_ParseTupleAndKeywords(args, given, "O!OOO", names, &BasketType, &basket, &module, &name, &local))
+    static char *names[] = {"basket", "kind", "hook", "module", "name", "local", NULL};
+    const char *kind;
+    PyObject *basket, *hook, *module, *name, *local;
+    if (!PyArg_ParseTupleAndKeywords(args, given, "O!sOOOO", names, &BasketType, &basket, &kind, &hook, &module, &name,
+                                     &local))
         return -1;
+    for (size_t i = 0; i < sizeof gate_calls / sizeof *gate_calls; i++)
+        if (strcmp(kind, gate_calls[i].kind) == 0) self->call = gate_calls[i].call;
+    if (self->call == NULL) return PyErr_Format(PyExc_ValueError, "there is no gate called %s", kind), -1;
+    Py_XSETREF(self->hook, Py_NewRef(hook));
     Py_XSETREF(self->basket, (Basket *)Py_NewRef(basket));
     Py_XSETREF(self->module, Py_NewRef(module));
     Py_XSETREF(self->name, Py_NewRef(name));
@@ -57,6 +73,7 @@ static int Gate_init(Gate *self, PyObject *args, PyObject *given)
 
 static int Gate_traverse(Gate *self, visitproc visit, void *arg)
 {
+    Py_VISIT(self->hook);
     Py_VISIT(self->basket);
     Py_VISIT(self->module);
     Py_VISIT(self->name);
@@ -69,6 +86,8 @@ static int Gate_traverse(Gate *self, visitproc visit, void *arg)
 
 static int Gate_clear(Gate *self)
 {
+    self->closed = 1;
+    Py_CLEAR(self->hook);
     Py_CLEAR(self->basket);
     Py_CLEAR(self->module);
     Py_CLEAR(self->name);
@@ -82,7 +101,7 @@ static int Gate_clear(Gate *self)
 /* Whether calls of this thread's step pass here at all: nobody changes what torch's functions do. */
 static int is_passable(Gate *self)
 {
-    if (!is_open(self->basket)) return 0;
+    if (self->closed || !is_open(self->basket)) return 0;
     PyObject *modes = PyObject_CallNoArgs(has_modes);
     Py_XDECREF(modes);
     return modes == Py_False; /* which lives for ever */
@@ -191,7 +210,7 @@ static int ready(Gate *self, Part *parts, int count)
     if (count && !is_on_stream(self->basket)) return 0;
     for (int i = 0; i < count; i++) {
         Part *part = &parts[i];
-        part->held = made(part->pass, part->tensor, part->size->items);
+        part->held = made(part->pass, part->tensor, part->size->items, part->address);
         if (part->held == NULL) return 0;
     }
     return is_open(self->basket); /* to make them may have run the collector, and that anybody's Python */
@@ -217,12 +236,33 @@ static void forget(Part *parts, int count)
     }
 }
 
-static PyObject *answer(Gate *self, int passed)
+/* Have the hook say what went wrong, unless it was an interrupt. */
+static PyObject *failed(Gate *self)
 {
-    if (passed == -1 && PyErr_Occurred()) return NULL; /* the hook says what went wrong */
+    PyObject *kind, *error, *trace;
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
+    PyErr_Fetch(&kind, &error, &trace);
+    PyErr_NormalizeException(&kind, &error, &trace);
+    PyObject *said = PyObject_CallMethodOneArg(self->hook, s_failed, error == NULL ? Py_None : error);
+    Py_XDECREF(kind);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+    return said;
+}
+
+/* Call the hook, where a call has not passed: 0, or -1 if it did so halfway. */
+static PyObject *answer(Gate *self, int passed, PyObject *const *given, size_t many, PyObject *names)
+{
+    if (passed == 1 || self->hook == NULL) Py_RETURN_NONE; /* it has none in the middle of being collected */
+    if (passed == -1 && PyErr_Occurred()) return failed(self);
     if (!forgiven()) return NULL;
     if (!passed) tell_number(self);
-    return forgiven() ? PyBool_FromLong(passed == 1) : NULL;
+    return forgiven() ? PyObject_Vectorcall(self->hook, given, many, names) : NULL;
+}
+
+static int has(size_t many, PyObject *names, Py_ssize_t wanted)
+{
+    return names == NULL && PyVectorcall_NARGS(many) == wanted;
 }
 
 static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs, Depth depth)
@@ -235,10 +275,10 @@ static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs,
         if (!match(self->args, args, parts, &count) || !match(self->kwargs, kwargs, parts, &count))
             return forget(parts, count), 0;
     }
-    PyObject *calls = calls_of(self, 1), *one = NULL, *frame = NULL, *number = NULL, *call = NULL;
+    PyObject *calls = calls_of(self, 1), *none = NULL, *frame = NULL, *number = NULL, *call = NULL;
     int passed = 0;
-    if (calls != NULL && is_inside(self, calls, depth) && (one = PyLong_FromLong(1)) != NULL &&
-        (frame = PyObject_CallOneArg(get_frame, one)) != NULL && ready(self, parts, count) &&
+    if (calls != NULL && is_inside(self, calls, depth) && (none = PyLong_FromLong(0)) != NULL &&
+        (frame = PyObject_CallOneArg(get_frame, none)) != NULL && ready(self, parts, count) &&
         (number = next_number(self)) != NULL) {
         if (self->basket->step != NULL) call = PyTuple_Pack(5, self->name, self->basket->step, number, frame, Py_None);
         passed = call != NULL && PyList_Append(calls, call) == 0 ? 1 : -1;
@@ -247,7 +287,7 @@ static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs,
             passed = hold_all(self, parts, count, number);
         }
     }
-    Py_XDECREF(one);
+    Py_XDECREF(none);
     Py_XDECREF(frame);
     Py_XDECREF(number);
     Py_XDECREF(call);
@@ -255,9 +295,11 @@ static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs,
     return passed;
 }
 
-static PyObject *Gate_begin(Gate *self, PyObject *const *given, Py_ssize_t many)
+static PyObject *Gate_begin(PyObject *self, PyObject *const *given, size_t many, PyObject *names)
 {
-    return answer(self, many == 3 ? begin(self, given[0], given[1], given[2], depth_now()) : 0);
+    Gate *gate = (Gate *)self;
+    int passed = has(many, names, 3) ? begin(gate, given[0], given[1], given[2], depth_now()) : 0;
+    return answer(gate, passed, given, many, names);
 }
 
 /* Whether the frame that runs the hook is the one that makes the innermost call. */
@@ -265,7 +307,7 @@ static int is_made_here(Gate *self, PyObject *call, Depth depth)
 {
     int at = nested_at(self->basket, call);
     if (at >= 0 && same(less(depth, self->basket->nested[at].depth), self->here)) return 1;
-    if (!is_frame(PyTuple_GET_ITEM(call, 3), 1)) return 0;
+    if (!is_frame(PyTuple_GET_ITEM(call, 3), 0)) return 0;
     at = nested_at(self->basket, call);
     if (at >= 0) self->here = less(depth, self->basket->nested[at].depth);
     return 1;
@@ -296,7 +338,11 @@ static int finish(Gate *self, PyObject *value, Depth depth)
     return passed;
 }
 
-static PyObject *Gate_finish(Gate *self, PyObject *value) { return answer(self, finish(self, value, depth_now())); }
+static PyObject *Gate_finish(PyObject *self, PyObject *const *given, size_t many, PyObject *names)
+{
+    Gate *gate = (Gate *)self;
+    return answer(gate, has(many, names, 4) ? finish(gate, given[3], depth_now()) : 0, given, many, names);
+}
 
 static int end(Gate *self, PyObject *module, PyObject *value, Depth depth)
 {
@@ -314,22 +360,37 @@ static int end(Gate *self, PyObject *module, PyObject *value, Depth depth)
     return passed;
 }
 
-static PyObject *Gate_end(Gate *self, PyObject *const *given, Py_ssize_t many)
+static PyObject *Gate_end(PyObject *self, PyObject *const *given, size_t many, PyObject *names)
 {
-    return answer(self, many == 2 ? end(self, given[0], given[1], depth_now()) : 0);
+    Gate *gate = (Gate *)self;
+    return answer(gate, has(many, names, 4) ? end(gate, given[0], given[3], depth_now()) : 0, given, many, names);
 }
 
+static PyObject *Gate_close(Gate *self, PyObject *none)
+{
+    self->closed = 1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *Gate_deepcopy(Gate *self, PyObject *memo)
+{
+    return PyObject_CallMethodOneArg(self->hook, s_deepcopy, memo);
+}
+
+static PyObject *Gate_reduce(Gate *self, PyObject *none) { return PyObject_CallMethodNoArgs(self->hook, s_reduce); }
+
 static PyMethodDef Gate_methods[] = {
-    {"begin", (PyCFunction)(void (*)(void))Gate_begin, METH_FASTCALL, "Let a call begin: module, args, kwargs."},
-    {"finish", (PyCFunction)Gate_finish, METH_O, "Let a call end that was seen to begin: its value."},
-    {"end", (PyCFunction)(void (*)(void))Gate_end, METH_FASTCALL, "Let a call end: module, value."},
+    {"close", (PyCFunction)Gate_close, METH_NOARGS, "Let nothing pass any more."},
+    {"__deepcopy__", (PyCFunction)Gate_deepcopy, METH_O, "Be copied as the hook is."},
+    {"__reduce__", (PyCFunction)Gate_reduce, METH_NOARGS, "Be pickled as the hook is."},
     {NULL}};
 
 static PyMemberDef Gate_members[] = {
+    {"hook", T_OBJECT, offsetof(Gate, hook), READONLY, "what is called where nothing passes"},
     {"value", T_OBJECT, offsetof(Gate, value), 0,
      "what a value is expected to be made of, None of one that is not known"},
     {"args", T_OBJECT, offsetof(Gate, args), 0, "what arguments are expected to be made of"},
     {"kwargs", T_OBJECT, offsetof(Gate, kwargs), 0, "and those with names"},
     {"blind", T_INT, offsetof(Gate, blind), 0, "whether nothing is wanted of the calls that pass"},
-    {"away", T_LONG, offsetof(Gate, away), 0, "frames from the hook to the one that makes the outer call"},
+    {"away", T_LONG, offsetof(Gate, away), 0, "frames from torch's own to the one that makes the outer call"},
     {NULL}};

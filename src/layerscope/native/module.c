@@ -27,38 +27,50 @@ NEW(Pass)
 NEW(Gate)
 NEW(Way)
 
-#define TYPE(Name, doc, ...)                                                                              \
+#define TYPE(Name, doc, flags, ...)                                                                       \
     static PyTypeObject Name##Type = {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "layerscope_gates." #Name, \
                                       .tp_basicsize = sizeof(Name),                                       \
                                       .tp_doc = doc,                                                      \
-                                      .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,                \
+                                      .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | flags,        \
                                       .tp_dealloc = (destructor)Name##_dealloc,                           \
                                       .tp_traverse = (traverseproc)Name##_traverse,                       \
                                       .tp_clear = (inquiry)Name##_clear,                                  \
                                       .tp_members = Name##_members,                                       \
                                       __VA_ARGS__}
 #define MADE(Name) .tp_new = Name##_new, .tp_methods = Name##_methods
-TYPE(Basket, "What waits, of one step of one thread.", MADE(Basket));
-TYPE(Pass, "What is known of one point.", MADE(Pass));
-TYPE(Held, "A tensor that waits.", .tp_new = NULL);
-TYPE(Gate, "What lets the usual calls of one hook pass.", MADE(Gate));
-TYPE(Way, "How all of one kind and dtype are taken in one launch.", MADE(Way));
+TYPE(Basket, "What waits, of one step of one thread.", 0, MADE(Basket));
+TYPE(Pass, "What is known of one point.", 0, MADE(Pass));
+TYPE(Held, "A tensor that waits.", 0, .tp_new = NULL);
+TYPE(Gate, "What torch calls in a hook's place: it lets the usual calls pass.", Py_TPFLAGS_HAVE_VECTORCALL, MADE(Gate),
+     .tp_call = PyVectorcall_Call, .tp_vectorcall_offset = offsetof(Gate, call));
+TYPE(Way, "How all of one kind and dtype are taken in one launch.", 0, MADE(Way));
 
 static PyObject *prepare(PyObject *module, PyObject *args)
 {
-    PyObject *tensor, *frame, *task, *modes, *count;
-    if (!PyArg_ParseTuple(args, "OOOOO", &tensor, &frame, &task, &modes, &count)) return NULL;
+    PyObject *tensor, *exchange, *frame, *task, *modes, *stream, *count, *spelt;
+    if (!PyArg_ParseTuple(args, "OOOOOOOO", &tensor, &exchange, &frame, &task, &modes, &stream, &count, &spelt))
+        return NULL;
+    const DLPackExchangeAPI *known = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
+    if (known == NULL) return NULL;
+    if (known->header.version.major != DLPACK_MAJOR_VERSION || known->dltensor_from_py_object_no_sync == NULL)
+        return PyErr_Format(PyExc_ImportError, "torch speaks DLPack %u", known->header.version.major);
+    torch_says = known;
+    /* What a compiler reads of a gate: it would not know what to do with a call in C. Nobody else calls this. */
+    if (PyDict_SetItemString(GateType.tp_dict, "__call__", spelt) < 0) return NULL;
+    PyType_Modified(&GateType);
     Py_XSETREF(tensor_type, Py_NewRef(tensor));
     Py_XSETREF(get_frame, Py_NewRef(frame));
     Py_XSETREF(graph_task, Py_NewRef(task));
     Py_XSETREF(has_modes, Py_NewRef(modes));
+    Py_XSETREF(raw_stream, Py_NewRef(stream));
     Py_XSETREF(count_type, Py_NewRef(count));
     Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
     {"prepare", prepare, METH_VARARGS,
-     "Tell what torch and Python call a tensor, a frame, a backward pass, modes, and a counter."},
+     "Tell what torch and Python call a tensor, its exchange with others, a frame, a backward pass, modes, the current "
+     "stream and a counter, and what a gate does, in Python."},
     {"sorted", sorted, METH_VARARGS,
      "Sort what waits: by (kind, dtype) where it lies plainly on a device, odd, changed."},
     {"room_for", room_for, METH_VARARGS,
@@ -76,27 +88,12 @@ PyMODINIT_FUNC PyInit_layerscope_gates(void)
     static const struct {
         PyObject **to;
         const char *name;
-    } names[] = {{&s_calls, "calls"},
-                 {&s_version, "_version"},
-                 {&s_data_ptr, "data_ptr"},
-                 {&s_numel, "numel"},
-                 {&s_at, "at"},
-                 {&s_moments, "moments"},
-                 {&s_shape, "shape"},
-                 {&s_contiguous, "is_contiguous"},
-                 {&s_is_neg, "is_neg"},
-                 {&s_is_complex, "is_complex"},
-                 {&s_dtype, "dtype"},
-                 {&s_requests, "requests"},
-                 {&s_get_device, "get_device"},
-                 {&s_page, "page"},
-                 {&s_aboard, "aboard"},
-                 {&s_over, "over"},
-                 {&s_table, "table"},
-                 {&s_acquire, "acquire"},
-                 {&s_release, "release"},
-                 {&s_is_meta, "is_meta"},
-                 {&s_is_quantized, "is_quantized"}};
+    } names[] = {{&s_calls, "calls"},       {&s_version, "_version"}, {&s_at, "at"},
+                 {&s_moments, "moments"},   {&s_is_neg, "is_neg"},    {&s_dtype, "dtype"},
+                 {&s_requests, "requests"}, {&s_page, "page"},        {&s_aboard, "aboard"},
+                 {&s_over, "over"},         {&s_table, "table"},      {&s_acquire, "acquire"},
+                 {&s_release, "release"},   {&s_failed, "failed"},    {&s_deepcopy, "__deepcopy__"},
+                 {&s_reduce, "__reduce__"}};
     static PyTypeObject *const types[] = {&BasketType, &PassType, &HeldType, &GateType, &WayType};
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;

@@ -26,41 +26,52 @@ static int Held_clear(Held *self)
     return 0;
 }
 
-static int says(PyObject *tensor, PyObject *name, int call) /* what it says of itself; -1 if it raises */
+/* Whether torch counts no change of the values, and they are where they were; -1 if the tensor cannot be asked (in a
+   transform of functions). */
+static int is_intact(Held *self, DLTensor *how)
 {
-    PyObject *answer = call ? PyObject_CallMethodNoArgs(tensor, name) : PyObject_GetAttr(tensor, name);
-    int truth = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
-    return truth;
+    long long version = number_of(PyObject_GetAttr(self->tensor, s_version));
+    if (PyErr_Occurred() || !lies(self->tensor, how)) return -1;
+    if (version != self->version || items_of(how) != self->items || address_of(how) != self->address) return 0;
+    return self->address || !self->items; /* memory that was given back */
 }
 
-/* Whether torch counts no change of the values, and there is as much memory as there was, wherever it is now; -1 if the
-   tensor cannot be asked (in a transform of functions). */
-static int is_intact(Held *self)
+static int is_shaped(Held *self, const DLTensor *how)
 {
-    long long version = number_of(PyObject_GetAttr(self->tensor, s_version)), items = 1;
-    if (PyErr_Occurred() || !is_address(PyObject_CallMethodNoArgs(self->tensor, s_data_ptr), &self->address)) return -1;
-    PyObject *shape = PyObject_GetAttr(self->tensor, s_shape); /* a nested tensor has none, and raises */
-    if (shape == NULL || !PyTuple_Check(shape)) return Py_XDECREF(shape), -1;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape); i++) items *= PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
-    int intact = version == self->version && items == self->items && (self->address || !items);
-    if (!self->address && items && says(self->tensor, s_is_meta, 0)) intact = -1;
-    if (intact == 1)
-        Py_XSETREF(self->shape, shape);
-    else
-        Py_DECREF(shape);
-    return PyErr_Occurred() ? -1 : intact;
+    PyObject *shape = PyTuple_New(how->ndim);
+    for (int i = 0; shape != NULL && i < how->ndim; i++) {
+        PyObject *size = PyLong_FromLongLong(how->shape[i]);
+        if (size == NULL)
+            Py_CLEAR(shape);
+        else
+            PyTuple_SET_ITEM(shape, i, size);
+    }
+    Py_XSETREF(self->shape, shape);
+    return shape != NULL;
 }
 
-static int lies_plainly(Held *self, long long place)
+/* Find the dtype of a tensor; whether those of its point may have it. */
+static int is_typed(Held *self, DLDataType type)
 {
-    PyObject *known = self->pass->dtype; /* of tensors that were found to lie plainly before */
-    if (known == NULL ? says(self->dtype, s_is_complex, 0) || says(self->tensor, s_is_quantized, 0)
-                      : known != self->dtype)
-        return 0;
-    return self->address % 16 == 0 && self->items > 0 && (PyObject *)Py_TYPE(self->tensor) == tensor_type &&
-           number_of(PyObject_CallMethodNoArgs(self->tensor, s_get_device)) == place &&
-           says(self->tensor, s_contiguous, 1) == 1 && says(self->tensor, s_is_neg, 1) == 0;
+    Pass *pass = self->pass;
+    if (pass->typed && memcmp(&pass->type, &type, sizeof type) == 0) {
+        Py_XSETREF(self->dtype, Py_NewRef(pass->dtype));
+        return 1;
+    }
+    Py_XSETREF(self->dtype, PyObject_GetAttr(self->tensor, s_dtype));
+    if (self->dtype == NULL || pass->dtype == NULL) return self->dtype != NULL && type.code != kDLComplex;
+    if (pass->dtype != self->dtype) return 0;
+    pass->type = type;
+    pass->typed = 1;
+    return 1;
+}
+
+static int lies_plainly(Held *self, const DLTensor *how, long long place)
+{
+    if (self->address % 16 || !self->items || place_of(how) != place || !is_contiguous(how)) return 0;
+    PyObject *negative = PyObject_CallMethodNoArgs(self->tensor, s_is_neg);
+    Py_XDECREF(negative);
+    return negative == Py_False;
 }
 
 static PyMemberDef Held_members[] = {
@@ -68,7 +79,7 @@ static PyMemberDef Held_members[] = {
     {"tensor", T_OBJECT, offsetof(Held, tensor), READONLY, "while it waits, and has no twin"},
     {"dtype", T_OBJECT, offsetof(Held, dtype), READONLY, "of the tensor, once it was taken"},
     {"moment", T_OBJECT, offsetof(Held, moment), READONLY, "at which it was seen"},
-    {"shape", T_OBJECT, offsetof(Held, shape), READONLY, "of the tensor, once it was taken"},
+    {"shape", T_OBJECT, offsetof(Held, shape), READONLY, "of the tensor, a tuple, once it was taken"},
     {"got", T_OBJECT, offsetof(Held, got), 0, "what was taken of it, with others"},
     {"place", T_LONGLONG, offsetof(Held, place), 0, "of its part in that"},
     {"part", T_OBJECT, offsetof(Held, part), 0, "that part, once somebody asked for it"},
@@ -152,17 +163,14 @@ static PyObject *sort(PyObject *held, long long place)
             continue;
         }
         if (!is_held(item)) continue;
-        int intact = is_intact(one);
-        if (intact != 1) {
-            fine = forgiven() && PyList_Append(intact ? odd : changed, item) == 0;
-            continue;
-        }
-        Py_XSETREF(one->dtype, PyObject_GetAttr(one->tensor, s_dtype));
-        if (one->dtype != NULL && lies_plainly(one, place)) {
+        DLTensor how;
+        int intact = is_intact(one, &how);
+        if (intact == 0)
+            fine = PyList_Append(changed, item) == 0;
+        else if (intact == 1 && is_shaped(one, &how) && is_typed(one, how.dtype) && lies_plainly(one, &how, place))
             fine = group_with(groups, one);
-        } else {
+        else
             fine = forgiven() && PyList_Append(odd, item) == 0;
-        }
     }
     if (fine) return Py_BuildValue("NNN", groups, odd, changed);
     Py_XDECREF(groups);

@@ -8,14 +8,16 @@
        Basket  what waits, of one step of one thread (basket.c)
        Held    a tensor that waits (sweep.c)
        Way     how all that waits, of one kind and dtype, is taken in one launch (sweep.c)
-       Gate    one of a hook's: the passes of the tensors that its value is made of, and where that value is seen (gate.c)
+       Gate    what torch calls in a hook's place: the passes of the tensors that its value is made of (gate.c)
 
-   A gate answers False to anything it has not seen before, and leaves everything as it was: the hook's own Python knows
-   what to do. Nothing here calls an operation of torch's, and all of it happens without letting go of the interpreter.
-   Every function that is called, and every object that is looked at, costs a microsecond there: what can be asked when
-   all is taken, in one loop, is not asked in the hook. */
+   A gate leaves everything as it was at anything it has not seen before, and calls the hook: its Python knows what to
+   do. How a tensor lies is asked by DLPack's exchange of functions in C, which torch has for this. Nothing here calls
+   an operation of torch's, and all of it happens without letting go of the interpreter. Every function that is called,
+   and every object that is looked at, costs a microsecond there: what can be asked when all is taken, in one loop, is
+   not asked in the hook. */
 
 #define PY_SSIZE_T_CLEAN
+#include <ATen/dlpack.h>
 #include <Python.h>
 #include <structmember.h>
 
@@ -50,10 +52,11 @@ static int refers_to(PyObject *weak, PyObject *object)
 #define NESTED 32 /* calls under way of which it is known how deep they are */
 #define WAYS 8
 
-static PyObject *tensor_type, *get_frame, *graph_task, *has_modes, *count_type; /* what `prepare` was given */
-static PyObject *s_calls, *s_version, *s_data_ptr, *s_numel, *s_at, *s_moments, *s_shape, *s_contiguous, *s_is_neg,
-    *s_is_complex, *s_dtype, *s_requests, *s_get_device, *s_page, *s_aboard, *s_over, *s_table, *s_acquire, *s_release,
-    *s_is_meta, *s_is_quantized;
+/* What `prepare` was given. */
+static PyObject *tensor_type, *get_frame, *graph_task, *has_modes, *count_type, *raw_stream;
+static const DLPackExchangeAPI *torch_says;
+static PyObject *s_calls, *s_version, *s_at, *s_moments, *s_is_neg, *s_dtype, *s_requests, *s_page, *s_aboard, *s_over,
+    *s_table, *s_acquire, *s_release, *s_failed, *s_deepcopy, *s_reduce;
 
 /* How deep in the stack of Python and in that of C. */
 typedef struct {
@@ -75,6 +78,8 @@ typedef struct {
     struct Way *ways[WAYS];
     unsigned long thread;
     unsigned long long stream;
+    int direct;                      /* whether torch is asked for the current stream without a word of Python */
+    int device;                      /* the place, as a number */
     long long number;                /* of the step */
     int alone, barred;               /* whether the step ends with this forward; whether nothing passes */
     Py_ssize_t bytes, doubted, most; /* of what waits, of what is tried beside it, and of both together */
@@ -106,7 +111,9 @@ typedef struct Way {
 typedef struct {
     PyObject_HEAD
     Basket *basket;
-    PyObject *point, *kind, *standing, *requests, *dtype; /* the last being that of the tensors that may wait */
+    PyObject *point, *kind, *standing, *requests, *dtype; /* the last being that of the tensors that may wait, */
+    DLDataType type;                                      /* and what DLPack calls it, */
+    int typed;                                            /* once that is known */
     Size sizes[SIZES];
     int count;
 } Pass;
@@ -118,16 +125,19 @@ typedef struct Held {
     PyObject *got, *part; /* what was taken of it and others, and its part of that */
     PyObject *twin;
     long long version, items, place; /* `place`: where in `got` its part is */
-    unsigned long long address;      /* once it was looked at to be taken */
+    unsigned long long address;
 } Held;
 
-typedef struct {
+typedef struct Gate {
     PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *hook;
     Basket *basket;
     PyObject *module, *name, *local;
     PyObject *value, *args, *kwargs; /* what is expected: see `match` */
     int blind;                       /* whether calls pass by, and nothing of them is wanted */
-    long away;                       /* frames to the one that makes the outer call */
+    int closed;                      /* whether nothing passes any more */
+    long away;                       /* frames from torch's own to the one that makes the outer call */
     Depth inside, here; /* how much deeper the hook is than the outer call's, and than its own call's, once known */
     long long step, counted; /* the last one that calls passed in, and how many nobody but the gate has counted */
 } Gate;
@@ -136,12 +146,45 @@ typedef struct {
     Pass *pass;
     PyObject *tensor;
     Size *size;
+    unsigned long long address;
     Held *held;
 } Part;
 
 static PyTypeObject BasketType, PassType, HeldType, GateType, WayType;
 
 /* What is asked of torch, each the call of a function in C. */
+
+static int lies(PyObject *tensor, DLTensor *how) /* 0 with an error set if it does not lie in any way DLPack knows */
+{
+    return torch_says->dltensor_from_py_object_no_sync(tensor, how) == 0;
+}
+
+static long long items_of(const DLTensor *how)
+{
+    long long items = 1;
+    for (int i = 0; i < how->ndim; i++) items *= how->shape[i];
+    return items;
+}
+
+static unsigned long long address_of(const DLTensor *how)
+{
+    return (unsigned long long)(uintptr_t)how->data + how->byte_offset;
+}
+
+static int is_contiguous(const DLTensor *how)
+{
+    long long expected = 1;
+    for (int i = how->ndim - 1; i >= 0; i--) {
+        if (how->shape[i] != 1 && how->strides[i] != expected) return 0;
+        expected *= how->shape[i];
+    }
+    return 1;
+}
+
+static int place_of(const DLTensor *how) /* as torch numbers them: -1 is the host */
+{
+    return how->device.device_type == kDLCPU ? -1 : how->device.device_id;
+}
 
 static long long number_of(PyObject *got) /* steals it; -1 with an error set if it is none */
 {

@@ -72,7 +72,7 @@ def _part(held: Held) -> Any:
                 "it was changed in place between its hook and the end of the step, which it never was before, or the "
                 "step was broken off"
             )
-        first.part = first.got.part(first.place, first.dtype, first.shape)
+        first.part = first.got.part(first.place, first.dtype, torch.Size(first.shape))
     return first.part
 
 
@@ -244,10 +244,13 @@ class Gathering:
         if only != "tensor" and (standing.never or size > _LARGEST):
             if 0 < size <= _HUGE:
                 standing.leave.allow(tensor.numel(), tensor.dtype, size, _FOREVER, True)
-        elif got is None or step is None or not self._can_try(standing, tensor, size):
-            standing.refused = self._step
         else:
-            self._doubts.append(_Doubt(self.basket.make(standing.leave, tensor), size, got))
+            tried = got is not None and step is not None and self._can_try(standing, tensor, size)
+            held = self.basket.make(standing.leave, tensor) if tried else None
+            if held is None:
+                standing.refused = self._step
+                return
+            self._doubts.append(_Doubt(held, size, got))
             if not any(other.held.tensor is tensor for other in self._doubts[-8:-1]):
                 self.basket.doubted += size
 

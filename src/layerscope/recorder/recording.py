@@ -363,9 +363,9 @@ class Recording:
         self._taking.begin(None if step.idle or step.whole or self._note else step)
         return step
 
-    def gate(self, module: torch.nn.Module, name: str, local: Any) -> Any | None:
-        """Return what lets the usual calls of a hook pass."""
-        return self._taking.gate(module, name, local)
+    def gate(self, hook: Any, local: Any) -> Any | None:
+        """Return what stands in a hook's place, and lets the usual calls pass."""
+        return self._taking.gate(hook, local)
 
     def _due(self, moment: Moment) -> tuple[bool, ...]:
         try:

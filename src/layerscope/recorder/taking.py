@@ -109,11 +109,11 @@ class Taking:
             gates, place, take_all=self._take_all, alone=self._alone, keep=self._keep, doubtful=self._doubtful
         )
 
-    def gate(self, module: torch.nn.Module, name: str, local: Any) -> Any | None:
-        """Return what lets the usual calls of a hook pass, where there is such a thing."""
+    def gate(self, hook: Any, local: Any) -> Any | None:
+        """Return what stands in a hook's place, and lets the usual calls pass, where there is such a thing."""
         if self._gathering is None:
             return None
-        return self._gathering.gates.Gate(self._gathering.basket, module, name, local)
+        return self._gathering.gates.Gate(self._gathering.basket, hook.kind, hook, hook.module, hook.name, local)
 
     def begin(self, step: Any) -> None:
         """Begin a step; None is one in which no tensor may wait for its end."""

@@ -7,9 +7,9 @@
 
 Where nothing but outputs are wanted, of a module with no other watched one inside, a single hook sees the call end:
 each hook costs microseconds, most of them torch's. Hooks return None, hold no state on the user's modules, stay silent
-in deep copies and forked children, and turn into nothing when the model is pickled. On a GPU a call like the last one
-passes by a gate (`native/`). Their `__call__` is the shortest way for the commonest call; any other goes through
-the watcher, which also knows when the hooks are to be there.
+in deep copies and forked children, and turn into nothing when the model is pickled. On a GPU torch calls a gate in
+their place, where a call like the last one passes (`native/`). Their `__call__` is the shortest way for the commonest
+call; any other goes through the watcher, which also knows when the hooks are to be there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -66,23 +66,23 @@ class Pair:
     def is_alone(self) -> bool:
         """Whether nobody else has hooks here: theirs keep their order, and the module is not quick anyway."""
         hooks = (*self.module._forward_pre_hooks.values(), *self.module._forward_hooks.values())
-        return all(isinstance(hook, Hook) for hook in hooks)
+        return all(isinstance(getattr(hook, "hook", hook), Hook) for hook in hooks)
 
     def on(self) -> None:
         """Have the hooks called: after those that were there at first, before those that came since."""
         module, before, after = self.module, self._before, self._after
         if not self._handles:
             if before is not None:
-                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+                self._handles.append(module.register_forward_pre_hook(before.called, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after.called, with_kwargs=True, always_call=True))
             return
         first, last = self._handles[0].id, self._handles[-1].id  # registering takes ten times as long as this
         if before is not None:
             module._forward_pre_hooks_with_kwargs[first] = True
-            _put_first(module._forward_pre_hooks, first, before)
+            _put_first(module._forward_pre_hooks, first, before.called)
         module._forward_hooks_with_kwargs[last] = True
         module._forward_hooks_always_called[last] = True
-        _put_first(module._forward_hooks, last, after)
+        _put_first(module._forward_hooks, last, after.called)
 
     def off(self) -> None:
         """Leave nothing of the hooks on the module."""
@@ -94,18 +94,19 @@ class Pair:
         """Have nothing pass by the hooks any more."""
         for hook in (self._before, self._after):
             if hook is not None:
-                hook.gate = None
+                hook.shut()
 
     def see_begin(self) -> None:
         """See calls begin as well from now on; those under way are seen to end as before."""
         after = self._after
         if self._before is None:
             self._before = Before(after.watcher, self.module, self.name, after.sides, "input")
-            after.begins, after.gate = True, None
-            self._handles.insert(0, self.module.register_forward_pre_hook(self._before, with_kwargs=True))
+            after.begins = True
+            after.shut()
+            self._handles.insert(0, self.module.register_forward_pre_hook(self._before.called, with_kwargs=True))
 
 
-def _put_first(hooks: Any, key: int, hook: Hook) -> None:
+def _put_first(hooks: Any, key: int, hook: Callable[..., None]) -> None:
     hooks[key] = hook
     if len(hooks) > 1:
         hooks.move_to_end(key, last=False)
@@ -113,6 +114,8 @@ def _put_first(hooks: Any, key: int, hook: Hook) -> None:
 
 class Hook:
     """A hook on one module: inert in copies, pickles and forked children, and never raising."""
+
+    kind: Literal["begin", "finish", "end"]  # of what it sees of a call
 
     def __init__(
         self, watcher: Watcher, module: torch.nn.Module, name: str, sides: frozenset[Side], side: Side
@@ -128,13 +131,12 @@ class Hook:
         self.seen = watcher.sink.seen
         self.only = Point(name, side, () if side == "output" else (0,))  # where there is a single tensor
         self.points: dict[Leaf, Point] = {self.only.leaf: self.only}  # and others, as they come
-        self.away = _USUAL  # frames from our own to the one that calls the outer module
         self.found_inside = False  # that outer module, in an idle step
         self.begins = False  # whether the beginnings of these calls are seen too, after all
-        self.gate = watcher.sink.gate(module, name, watcher.local) if self.simple else None
+        self.gate = watcher.sink.gate(self, watcher.local) if self.simple else None
         if self.gate is not None:
             self.gate.blind = side == "output" and not self.looks
-            self.gate.away = self.away
+        self.is_away(_USUAL)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _SILENT
@@ -142,11 +144,26 @@ class Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
 
+    @property
+    def called(self) -> Callable[..., None]:
+        """What torch calls: the gate where there is one, and it has the hook called."""
+        return self if self.gate is None else self.gate  # type: ignore[return-value]
+
     def is_away(self, frames: int) -> None:
         """Learn how many frames it is from our own to the one that calls the outer module."""
         self.away = frames
         if self.gate is not None:
-            self.gate.away = frames
+            self.gate.away = frames - 1  # from torch's own
+
+    def shut(self) -> None:
+        """Have nothing pass by any more."""
+        if self.gate is not None:
+            self.gate.close()
+            self.gate = None
+
+    def failed(self, error: Exception) -> None:
+        """Say that looking raised; the model's run goes on."""
+        self.watcher.sink.failed(Point(self.name, self.side), error)
 
     def special(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, repeated: bool, follow: bool) -> Special:
         """Take down what will be needed when the call ends."""
@@ -186,15 +203,14 @@ def _may_pass(passes: dict[Leaf, Any]) -> bool:
 class Before(Hook):
     """Sees a call begin. A tracer's or compiler's pass is none, nor is one of a copy that shares our hooks."""
 
+    kind = "begin"
+
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Note the call, and look at what it is given; no `kwargs` means that another thread just took the hook off."""
         if is_dynamo_compiling() or kwargs is None:
             return
         watcher = self.watcher
         try:
-            gate = self.gate
-            if gate is not None and gate.begin(module, args, kwargs):
-                return
             if module is not self.module or not watcher.live:
                 return
             calls, frame = watcher.local.calls, _frame_at(1)
@@ -223,16 +239,18 @@ class Before(Hook):
                     passes: dict[Leaf, Any] = {(0,): self.seen(step, self.only, args[0], call=number)}
                 else:
                     passes = self.tell(step, number, argument_leaves(args, kwargs), args or None)
-                if gate is not None and _may_pass(passes):
-                    gate.args, gate.kwargs = made_of(args, passes), made_of(kwargs, passes)
-            elif gate is not None:
-                gate.blind = True  # the step has counted a call of it: it is known to have been called
+                if self.gate is not None and _may_pass(passes):
+                    self.gate.args, self.gate.kwargs = made_of(args, passes), made_of(kwargs, passes)
+            elif self.gate is not None:
+                self.gate.blind = True  # the step has counted a call of it: it is known to have been called
         except Exception as error:
-            watcher.sink.failed(Point(self.name, "input"), error)
+            self.failed(error)
 
 
 class After(Hook):
     """Sees a call end, whose beginning was seen."""
+
+    kind = "finish"
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = _NOT_GIVEN
@@ -242,9 +260,6 @@ class After(Hook):
             return
         watcher = self.watcher
         try:
-            gate = self.gate
-            if gate is not None and gate.finish(value):
-                return
             if not watcher.live:
                 return
             calls, frame = watcher.local.calls, _frame_at(1)
@@ -262,11 +277,13 @@ class After(Hook):
             if not calls and (special is None or not special.repeated):
                 watcher.sink.end(step, failed=failed)
         except Exception as error:
-            watcher.sink.failed(Point(self.name), error)
+            self.failed(error)
 
 
 class End(Hook):
     """Sees a call end, where nothing else is to be seen of it."""
+
+    kind = "end"
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = _NOT_GIVEN
@@ -274,11 +291,8 @@ class End(Hook):
         """Look at what the call returned, None where it raised; no `value` means that the hook was just taken off."""
         if is_dynamo_compiling() or value is _NOT_GIVEN:
             return
+        watcher = self.watcher
         try:
-            gate = self.gate
-            if gate is not None and gate.end(module, value):
-                return
-            watcher = self.watcher
             if module is not self.module or not watcher.live:
                 return
             calls = watcher.local.calls
@@ -301,7 +315,7 @@ class End(Hook):
             else:
                 self.look(step, _frame_at(1), value)
         except Exception as error:
-            self.watcher.sink.failed(Point(self.name, "output"), error)
+            self.failed(error)
 
     def look(self, step: Step, frame: FrameType, value: object, number: int | None = None) -> None:
         """Look at whatever a call returned, and count it if it has no number yet."""

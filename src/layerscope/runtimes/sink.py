@@ -64,8 +64,8 @@ class Sink(Protocol):
         Where the next tensors of the point may pass by the hook's gate, what lets them is returned.
         """
 
-    def gate(self, module: torch.nn.Module, name: str, local: Any) -> Any | None:
-        """Return what lets the usual calls of a hook on a module pass (`native/`), if there is such a thing."""
+    def gate(self, hook: Any, local: Any) -> Any | None:
+        """Return what stands in a hook's place, and lets the usual calls pass (`native/`), if there is such a thing."""
 
     def empty(self, point: Point, *, because: str) -> None:
         """Learn that a module ran and a side of it held no tensor."""
@@ -115,7 +115,7 @@ class Seen:
         self.records.append((when, point, tensor.detach().clone()))
         self.notes.append(note)
 
-    def gate(self, module: torch.nn.Module, name: str, local: Any) -> None:
+    def gate(self, hook: Any, local: Any) -> None:
         """Have every call go through the hook."""
 
     def empty(self, point: Point, *, because: str) -> None:

@@ -5,9 +5,11 @@ The device is played by the host: torch calls it place -1, and its only stream i
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import os
+import pickle
 import struct
 import sys
 import threading
@@ -351,7 +353,6 @@ ODD = {
     "between two rows": lambda: bits(5)[1:],
     "to be negated": lambda: torch._neg_view(bits(4)),
     "empty": lambda: bits(0),
-    "sparse": lambda: torch.eye(2).to_sparse(),
     "to be conjugated": lambda: torch.complex(bits(4), bits(4)).conj(),
 }
 
@@ -366,6 +367,41 @@ def test_what_does_not_lie_plainly_is_odd(make):
 
     assert groups == {}
     assert odd + changed == [held]
+
+
+NOWHERE = {
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "without values": lambda: torch.empty(4, device="meta"),
+    "quantized": lambda: torch.quantize_per_tensor(bits(4), 1.0, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([bits(2), bits(2)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*quantize")
+@pytest.mark.parametrize("make", NOWHERE.values(), ids=NOWHERE)
+def test_what_does_not_lie_anywhere_is_left_to_the_hook(make):
+    bench, tensor = Bench(), make()
+    assert bench.basket.hold(bench.leave(tensor.numel()), tensor, "a moment") is None
+    assert bench.basket.make(bench.leave(tensor.numel()), tensor) is None
+    assert bench.kept == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool], ids=str)
+def test_every_dtype_that_has_statistics_may_wait(dtype):
+    bench = Bench()
+    (held,) = bench.hold(bench.leave(16, dtype=dtype), torch.zeros(16, dtype=dtype))
+    assert bench.sweep() == ({("moments", dtype): [held]}, [], [])
+    assert (held.dtype, held.shape) == (dtype, (16,))
+
+
+def test_what_lies_elsewhere_by_the_end_was_changed():
+    bench = Bench()
+    tensor, kept = bits(4), bits(4)
+    moved, still = bench.hold(bench.leave(4), tensor, kept)
+
+    tensor.data = bits(4)  # which torch does not count
+
+    assert bench.sweep() == ({("moments", torch.float32): [still]}, [], [moved])
 
 
 def test_what_lies_on_another_device_is_odd():
@@ -713,31 +749,60 @@ def test_the_driver_copies_each_and_is_believed_when_it_refuses():
 # Gates ----------------------------------------------------------------------------------------------------------------
 
 
+class Hook:
+    """What stands behind a gate: it notes what was left to it."""
+
+    def __init__(self):
+        self.left = []
+        self.errors = []
+
+    def __call__(self, *given, **named):
+        self.left.append((*given, *named.items()))
+
+    def failed(self, error):
+        self.errors.append(error)
+
+
+class Both:
+    """Two gates of which one is asked."""
+
+    def __init__(self, *both):
+        self.__dict__["both"] = both
+
+    def __setattr__(self, name, value):
+        for gate in self.both:
+            setattr(gate, name, value)
+
+
 class Calls:
-    """A module's call inside of another one's, with a hook before and after it."""
+    """A module's call inside of another one's, with a gate before and after it."""
 
     def __init__(self, bench):
         self.local = SimpleNamespace(calls=[])
         self.module, self.name = object(), "inner"
         self.bench = bench
-        self.before, self.after = (gates.Gate(bench.basket, self.module, self.name, self.local) for _ in range(2))
-        self.before.away = self.after.away = 2
+        self.hook = Hook()
+        self.before, self.finish, self.end = map(self.gate, ("begin", "finish", "end"))
+        self.after = Both(self.finish, self.end)
+        self.before.away = self.after.away = 1
         self.under_way = None
 
+    def gate(self, kind):
+        return gates.Gate(self.bench.basket, kind, self.hook, self.module, self.name, self.local)
+
     def outer(self, args, kwargs, value):
+        """Return whether the beginning and the end have passed."""
         self.local.calls[:] = [("outer", self.bench.step, 0, sys._getframe(), None)]
         return self.inner(args, kwargs, value)
 
     def inner(self, args, kwargs, value):
-        began = self.hook_before(args, kwargs)
+        self.hook.left.clear()
+        assert self.before(self.module, args, kwargs) is None
+        began = not self.hook.left
         self.under_way = list(self.local.calls[1:])
-        return began, self.hook_after(value)
-
-    def hook_before(self, args, kwargs):
-        return self.before.begin(self.module, args, kwargs)
-
-    def hook_after(self, value):
-        return self.after.finish(value) if self.under_way else self.after.end(self.module, value)
+        self.hook.left.clear()
+        assert (self.finish if self.under_way else self.end)(self.module, args, kwargs, value) is None
+        return began, not self.hook.left
 
 
 def test_the_tensors_of_a_usual_call_wait_without_a_word_of_python():
@@ -842,11 +907,95 @@ def test_nothing_passes_where_somebody_changes_what_torch_does():
         assert calls.outer((), {}, value) == (False, False)
 
 
+def test_nothing_passes_a_gate_that_is_closed():
+    bench = Bench()
+    calls = Calls(bench)
+    calls.after.value = bench.leave(4)
+    assert calls.outer((), {}, bits(4)) == (False, True)
+
+    calls.end.close()
+
+    value = bits(4)
+    assert calls.outer((1,), {"two": 2}, value) == (False, False)
+    assert calls.hook.left == [(calls.module, (1,), {"two": 2}, value)]
+    assert next(bench.step.calls["inner"]) == 1  # the one that has passed was counted
+
+
+def test_a_hook_that_was_just_taken_off_is_told_as_little_as_torch_tells():
+    calls = Calls(Bench())
+    calls.before(calls.module, ())
+    calls.end(calls.module, (), "value")
+    calls.finish(module=calls.module)
+    assert calls.hook.left == [(calls.module, ()), (calls.module, (), "value"), (("module", calls.module),)]
+
+
+def test_what_a_hook_raises_or_returns_is_the_callers():
+    class Raising(Hook):
+        def __call__(self, *given):
+            raise KeyError(*given)
+
+    calls = Calls(Bench())
+    calls.hook = Raising()
+    with pytest.raises(KeyError, match="hello"):
+        calls.gate("end")("hello")
+    calls.hook = len
+    assert calls.gate("end")("hello") == 5
+
+
+def test_there_is_no_other_kind_of_gate():
+    with pytest.raises(ValueError, match="there is no gate called middle"):
+        Calls(Bench()).gate("middle")
+
+
+def test_a_gate_is_copied_and_pickled_as_its_hook_is():
+    calls = Calls(Bench())
+    calls.hook.__class__ = Silent
+    assert copy.deepcopy(calls.end) == "a copy"
+    assert pickle.loads(pickle.dumps(calls.end)) == []
+
+
+class Silent(Hook):
+    """A hook that becomes something else in a copy."""
+
+    def __deepcopy__(self, memo):
+        return "a copy"
+
+    def __reduce__(self):
+        return list, ()
+
+
+def test_a_compiler_reads_the_hook_through_the_gate():
+    class Compiled(Hook):
+        def __call__(self, module, args, kwargs, value):
+            if not torch.compiler.is_dynamo_compiling():
+                self.left.append(value)
+
+    calls = Calls(Bench())
+    calls.hook = Compiled()
+    model = torch.nn.Linear(2, 2)
+    model.register_forward_hook(calls.gate("end"), with_kwargs=True, always_call=True)
+    model(torch.ones(2))
+    assert len(calls.hook.left) == 1
+
+    torch.compile(model, fullgraph=True, backend="eager")(torch.ones(2))
+    assert len(calls.hook.left) == 1
+
+
+def test_an_interrupt_is_nobodys_to_forget():
+    bench = Bench()
+    calls = Calls(bench)
+    calls.after.value = bench.leave(4)
+    bench.interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        calls.outer((), {}, bits(4))
+    assert calls.hook.errors == []
+
+
 def test_a_call_from_elsewhere_is_left_to_the_hook():
     bench = Bench()
     calls = Calls(bench)
     calls.after.value = bench.leave(4)
-    calls.after.away = 1
+    calls.after.away = 0
 
     assert calls.outer((), {}, bits(4)) == (False, False)
     calls.after.away = 10**6
@@ -861,8 +1010,8 @@ def test_what_keeps_the_records_is_heard_when_it_fails():
     calls, leave = Calls(bench), bench.leave(4)
     calls.after.value = leave
 
-    with pytest.raises(ZeroDivisionError):
-        calls.outer((), {}, bits(4))
+    calls.outer((), {}, bits(4))
+    assert [type(error) for error in calls.hook.errors] == [ZeroDivisionError]
     with pytest.raises(ZeroDivisionError):
         basket.hold(leave, bits(4), None)
 
@@ -910,7 +1059,7 @@ def mistakes():
         "a basket of nothing": (gates.Basket,),
         "a basket in a place without a number": (gates.Basket, "cuda", print, print, 1, print, print),
         "a pass of no basket": (gates.Pass, None, "a point", "moments", None, {}),
-        "a gate of no basket": (gates.Gate, object(), object(), "a module", None),
+        "a gate of no basket": (gates.Gate, object(), "end", print, object(), "a module", None),
         "a way of no kind": (gates.Way, None, torch.float32, None, desk, print, print, 1, 1, 1),
         "a way without slots": (gates.Way, "moments", torch.float32, None, desk, print, print, None, 1, 1),
         "what waits": (gates.Held,),
@@ -999,7 +1148,7 @@ def test_what_was_taken_before_may_change_the_list_when_it_is_let_go_of():
 
 HALF_MADE = {
     "a basket": lambda bench: gates.Basket.__new__(gates.Basket).sweep(),
-    "a gate": lambda bench: gates.Gate.__new__(gates.Gate).finish(1),
+    "a gate": lambda bench: gates.Gate.__new__(gates.Gate).close(),
     "a pass": lambda bench: gates.sorted([bench.basket.make(gates.Pass.__new__(gates.Pass), bits(2))], HERE),
     "a way": lambda bench: bench.basket.aim(gates.Way.__new__(gates.Way)),
 }
