@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -171,9 +172,9 @@ class Gathering:
         doubtful: Callable[[Point], None],
     ) -> None:
         self.place = place
-        self.basket = gates.Basket(
-            place, keep, self._rest, _MOST, current_stream if is_alone() else _stream_here, is_capturing
-        )
+        here = current_stream if is_alone() else _stream_here
+        self.basket = gates.Basket(place, keep, self._rest, _MOST, here, is_capturing)
+        self._stream_here: Callable[[], int] = partial(here, place)
         self.gates = gates
         self._take_all = take_all
         self._alone = alone
@@ -207,7 +208,9 @@ class Gathering:
         if self.basket.bytes or self._doubts:
             self._leave_nothing()
         self._step += 1
-        stream = -1 if is_capturing() else _stream_here(self.place)
+        stream = self._stream_here()
+        if stream > 0 and is_capturing():  # the default one is never captured
+            stream = -1
         if stream != self._stream:
             self._stream = stream
             self.basket.aim(None)
@@ -259,7 +262,7 @@ class Gathering:
             return False
         if len(standing.proofs) >= _SIZES and tensor.numel() not in standing.proofs:
             return False
-        return _stream_here(self.place) == self._stream
+        return self._stream_here() == self._stream
 
     def end(self) -> None:
         """Take what was held back, and once more what is in doubt."""
@@ -333,7 +336,7 @@ class Gathering:
 
     def _take(self, found: Found, *, wanted: Callable[[Standing], bool] = lambda standing: True) -> None:
         """Take each tensor once, whoever saw it, on the stream it was made on."""
-        if self._origin is not None and _stream_here(self.place) != self._stream:
+        if self._origin is not None and self._stream_here() != self._stream:
             with torch.cuda.stream(self._origin):
                 self._take_here(found, wanted)
         else:

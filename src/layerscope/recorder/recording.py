@@ -172,10 +172,11 @@ class _Step(Step):
 
     def at(self, call: int) -> Moment:
         """Return the moment of a call within the step."""
+        when = self.moment
         moment = self.moments.get(call)
         if moment is None:
-            when = self.moment
-            moment = self.moments[call] = Moment(when.epoch, when.step, when.batch, call, when.rank)
+            moment = when if call == when.call else Moment(when.epoch, when.step, when.batch, call, when.rank)
+            self.moments[call] = moment
         return moment
 
 
@@ -349,16 +350,17 @@ class Recording:
 
     def begin(self) -> Step:
         """Start a step, or go on with the one the caller has named."""
-        if not (self._listener is None or self._listener.wants()):
+        if self._listener is not None and not self._listener.wants():
             return _Step(Moment(), idle=True)
         moment = self._clock.begin()
         with self._lock:
-            if self._step is None or self._step.moment is not moment:
+            step = self._step
+            if step is None or step.moment is not moment:
                 due = self._due(moment)
                 requests = self._plan.requests(due)
                 alone = not self._clock.is_named
-                self._step = _Step(moment, not any(due), due=due, requests=requests, whole=self._whole, alone=alone)
-            step = self._step
+                step = _Step(moment, True not in due, due=due, requests=requests, whole=self._whole, alone=alone)
+                self._step = step
         self._ledger.began(step.due)
         self._taking.begin(None if step.idle or step.whole or self._note else step)
         return step

@@ -274,6 +274,7 @@ def test_gradients_operations_and_inference_tensors_are_taken_at_once():
 
 def test_another_stream_and_another_thread_and_a_capture_are_taken_at_once(monkeypatch):
     device = Device(a=SUMMARY)
+    monkeypatch.setattr(CUDA, "stream", 5)
     for _ in range(2):
         device.step(lambda: device.see("a", torch.randn(8)))
 
@@ -409,6 +410,7 @@ def test_nothing_is_judged_while_a_graph_is_captured(monkeypatch):
     asked = []
     monkeypatch.setattr(Copy, "has_arrived", property(lambda self: asked.append(self) or True))
     monkeypatch.setattr(CUDA, "captures", True)
+    monkeypatch.setattr(CUDA, "stream", 7)
     device.step(lambda: None)
     assert asked == []
     monkeypatch.setattr(CUDA, "captures", False)
