@@ -35,31 +35,30 @@ from benchmarks.pairing import Lap, alternating, in_turn, paired, table
 from benchmarks.timing import machine
 
 PARTS = ("table", "kernels", "checks")
-WARM_UP = 1
 TURNS = 2
 
 
 class Case(NamedTuple):
-    """A step to be timed, how many of them make a lap or a turn, and after how many a recording has found its stride.
+    """A step to be timed, how many of them make a lap or a turn, and how many come before that, untimed.
 
-    Small tensors are held back to the end of a step once that was tried, up to 48 MB of them in a step: the inputs and
-    outputs of 1 x 512 tokens are 700 MB.
+    A device at rest runs faster than one that has worked for a while. And small tensors are held back to the end of a
+    step once that was tried, up to 48 MB of them in a step: the inputs and outputs of 1 x 512 tokens are 700 MB.
     """
 
     name: str
     shape: tuple[int, int]
     train: bool
     steps: int
+    warm_up: int
+    warm_up_of_all: int
     alternates: bool = False
-    stride: int = WARM_UP
-    stride_of_all: int = WARM_UP
 
 
 CASES = {
-    "prefill": Case("prefill 4 x 2048", (4, 2048), False, 3),
-    "train": Case("train 4 x 2048", (4, 2048), True, 2),
-    "short": Case("prefill 1 x 512", (1, 512), False, 4, True, 6, 40),
-    "token": Case("one token", (1, 1), False, 4, True, 6, 6),
+    "prefill": Case("prefill 4 x 2048", (4, 2048), False, 4, 3, 3),
+    "train": Case("train 4 x 2048", (4, 2048), True, 2, 1, 1),
+    "short": Case("prefill 1 x 512", (1, 512), False, 4, 6, 40, True),
+    "token": Case("one token", (1, 1), False, 4, 6, 6, True),
 }
 
 
@@ -208,9 +207,9 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
                 model(input_ids=ids, use_cache=False)
 
     def plain() -> float:
-        return timed(lambda: None, warm_up=WARM_UP)
+        return timed(lambda: None, warm_up=case.warm_up)
 
-    def lap(release: Callable[[], object] = lambda: None, *, warm_up: int = WARM_UP) -> float:
+    def lap(release: Callable[[], object] = lambda: None, *, warm_up: int = case.warm_up) -> float:
         if not case.alternates:
             return timed(release, warm_up=warm_up)
         for _ in range(warm_up):
@@ -223,7 +222,7 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
             step(recorded=recorded)
 
     def timed(release: Callable[[], object], *, warm_up: int) -> float:
-        for _ in range(warm_up):  # every lap begins on a device that has just worked: at rest it would run faster
+        for _ in range(warm_up):
             step()
             release()
         torch.cuda.synchronize()
@@ -253,7 +252,7 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
                 # Page-locked memory is released per step where a few of them would fill it.
                 large = "keep" not in wanted.options and case.shape[0] * case.shape[1] > 512
                 release = partial(rec.take, leave=1) if large else lambda: None
-                taken = lap(release, warm_up=case.stride_of_all if wanted.taps is EVERYTHING else case.stride)
+                taken = lap(release, warm_up=case.warm_up_of_all if wanted.taps is EVERYTHING else case.warm_up)
                 rec._pending.clear()  # nobody reads them
             if reason := lost(rec, due="when" not in wanted.options):
                 failures[name] = reason
