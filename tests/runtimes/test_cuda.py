@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager, nullcontext
 
@@ -599,3 +601,28 @@ def test_torchscript_and_exported_models_on_the_device_are_recorded(tmp_path):
             rec.model(-x)
         for step, value in enumerate((x, -x)):
             assert_same_bits(rec.run.tensor("0", step=step), model[0](value).cpu())
+
+
+IN_A_NEW_PROCESS = """
+import torch, layerscope as ls
+from layerscope.recorder.recording import Recording
+
+seen, look = [], Recording.seen
+Recording.seen = lambda self, step, *given, **named: seen.append(step.moment.step) or look(self, step, *given, **named)
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))).cuda()
+with torch.no_grad(), ls.record(model, "*", keep=KEEP) as rec:
+    for _ in range(8):
+        model(torch.ones(1, 8, device="cuda"))
+        torch.cuda.synchronize()
+assert not rec.completeness.missing and not rec.completeness.dropped, rec.completeness
+assert rec.completeness.records == 32, rec.completeness
+print("the last step that a hook has seen:", max(seen))
+"""
+
+
+@pytest.mark.parametrize("keep", ["tensor", "summary"])
+def test_small_tensors_pass_from_the_first_steps_of_a_process_on(keep):
+    code = IN_A_NEW_PROCESS.replace("KEEP", repr(keep))
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.split(": ")[-1].strip() in ("0", "1"), said.stdout
