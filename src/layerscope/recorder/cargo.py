@@ -7,6 +7,7 @@ arrival()                                # waits until the host has the values
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,9 +20,12 @@ from layerscope.recorder.pinned import Room
 if TYPE_CHECKING:
     from layerscope.recorder.lanes import Lane
 
-__all__ = ["Arrival", "Bytes", "Cargo", "Carried", "Flight", "Landed", "Lost", "Trip", "as_tensor", "flat"]
+__all__ = ["Arrival", "Bytes", "Cargo", "Carried", "Event", "Flight", "Landed", "Lost", "Trip", "as_tensor", "flat"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+# Marks a place in a stream: torch.cuda.Event without its Python around it.
+Event: Any = torch._C._CudaEventBase
 
 _QUIET, _PATIENCE = 0.002, 10  # seconds without company, and how often they may pass, until a cargo leaves alone
 
@@ -85,17 +89,13 @@ class Cargo(ABC):
     More may come aboard until it leaves: `aboard` counts, and `over` says that the step has ended.
     """
 
+    lane: Lane
+    origin: torch.cuda.Stream
     size = 0
     aboard = 0
     over = False
-
-    def __init__(self, lane: Lane, origin: torch.cuda.Stream) -> None:
-        self.lane = lane
-        self.origin = origin
-        self._unloaded = threading.Event()
-        self._error: BaseException | None = None
-        self._after: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
+    is_finished = False
+    _error: BaseException | None = None
 
     @abstractmethod
     def leave(self) -> None:
@@ -105,6 +105,10 @@ class Cargo(ABC):
     def arrive(self) -> None:
         """Wait until it is there, after it has left."""
 
+    @abstractmethod
+    def _pause(self, seconds: float) -> None:
+        """Wait so long for others to come aboard."""
+
     def wait(self) -> None:
         """Wait until it is there, in any thread but the lane's.
 
@@ -112,10 +116,13 @@ class Cargo(ABC):
         ten that leave together; but not until the step ends, for its next hook may be waiting for us.
         """
         for _ in range(_PATIENCE):
-            aboard = self.aboard
-            if self.over or self._unloaded.wait(_QUIET) or aboard == self.aboard:
+            if self.over or self.is_finished:
                 break
-        if not self._unloaded.is_set():
+            aboard = self.aboard
+            self._pause(_QUIET)
+            if aboard == self.aboard:
+                break
+        if not self.is_finished:
             self.leave()
             self.arrive()
         if self._error is not None:
@@ -124,32 +131,24 @@ class Cargo(ABC):
     @property
     def has_arrived(self) -> bool:
         """Whether it is there."""
-        return self._unloaded.is_set()
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Call once it is there: now, or later in another thread."""
-        with self._lock:
-            if not self._unloaded.is_set():
-                self._after.append(call)
-                return
-        call()
+        return self.is_finished
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Tell those who wait that it is there, or why it will never be."""
-        with self._lock:
-            self._error = error
-            self._unloaded.set()
-        for call in self._after:
-            call()
-        self._after.clear()
+        """Note that it is there, or why it will never be."""
+        self._error = error
+        self.is_finished = True
 
 
 class Carried(Cargo):
     """What the lane's thread brings to the host."""
 
     def __init__(self, lane: Lane, origin: torch.cuda.Stream) -> None:
-        super().__init__(lane, origin)
+        self.lane = lane
+        self.origin = origin
         self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._unloaded = threading.Event()
+        self._after: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
 
     @abstractmethod
     def unload(self) -> None:
@@ -158,6 +157,26 @@ class Carried(Cargo):
     def arrive(self) -> None:
         """Wait for the thread."""
         self._unloaded.wait()
+
+    def _pause(self, seconds: float) -> None:
+        self._unloaded.wait(seconds)
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call once it is there: now, or later in another thread."""
+        with self._lock:
+            if not self.is_finished:
+                self._after.append(call)
+                return
+        call()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Tell those who wait that it is there, or why it will never be."""
+        with self._lock:
+            super().finish(error)
+            self._unloaded.set()
+        for call in self._after:
+            call()
+        self._after.clear()
 
 
 class Trip(Carried):
@@ -185,49 +204,74 @@ class Trip(Carried):
 
 
 class Flight(Cargo):
-    """Copies under way to page-locked memory; it holds on to that memory until they have landed."""
+    """Copies under way to page-locked memory; it holds on to that memory until they have landed.
 
-    def __init__(self, lane: Lane, origin: torch.cuda.Stream, raw: int) -> None:
-        super().__init__(lane, origin)
+    One is made in every step: what most of them never need is not made for each.
+    """
+
+    beside = False  # whether something flies on the side stream
+    _filled: tuple[Bytes, ...] = ()  # the chunks before this one
+    _landed: tuple[Any, ...] = ()  # the events that mark the end of the copies, once it has departed
+
+    def __init__(self, lane: Lane, origin: torch.cuda.Stream, raw: int, chunk: Bytes) -> None:
+        self.lane = lane
+        self.origin = origin
         self.raw = raw
-        self.chunk: Bytes | None = None  # that was flown to last
-        self.held: list[Bytes] = []
-        self.beside = False  # whether something flies on the side stream
-        self._landed: list[torch.cuda.Event] = []
+        self.chunk: Bytes | None = chunk  # that was flown to last
 
     def hold(self, chunk: Bytes) -> None:
-        """Keep a chunk from being used again before the copies have landed."""
+        """Keep another chunk from being used again before the copies have landed."""
+        if self.chunk is not None:
+            self._filled += (self.chunk,)
         self.chunk = chunk
-        self.held.append(chunk)
 
     def leave(self) -> None:
         """Leave with what is aboard."""
         self.lane.leave(self)
 
     def depart(self, side: torch.cuda.Stream) -> None:
-        """Mark in the streams where the last of the copies ends."""
+        """Mark in the streams where the last of the copies ends, with events that nobody looks at any more."""
         self.over = True
-        for stream in (self.origin, side) if self.beside else (self.origin,):
-            landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            landed.record(stream)
-            self._landed.append(landed)
+        spare = self.lane.spare
+        landed = spare.pop() if spare else Event()
+        landed.record(self.origin)
+        if self.beside:
+            other = spare.pop() if spare else Event()
+            other.record(side)
+            self._landed = landed, other
+        else:
+            self._landed = (landed,)
 
     @property
     def has_arrived(self) -> bool:
         """Whether the copies have landed, and nobody need wait for them."""
-        return super().has_arrived or (bool(self._landed) and self.has_landed())
+        return self.is_finished or (bool(self._landed) and self.has_landed())
 
     def has_landed(self) -> bool:
         """Whether those that have departed have landed."""
-        return all(landed.query() for landed in self._landed)  # type: ignore[no-untyped-call]
+        return self.is_finished or all(landed.query() for landed in self._landed)
 
     def arrive(self) -> None:
         """Wait for the events that mark the end of the copies."""
         for landed in self._landed:
             landed.synchronize()  # of an event: a stream's would be noticed by the user's sync debug mode
-        self.held.clear()
-        self.chunk = None
-        self.finish()
+        self.land()
+
+    def land(self) -> None:
+        """Let go of the memory, once the copies have landed."""
+        self.chunk, self._filled, self.is_finished = None, (), True
+
+    def give_back(self) -> tuple[Any, ...]:
+        """Let go of the events too, and return them for another flight.
+
+        A thread that still has one of them at hand may wait for that flight as well, but never too short.
+        """
+        self.land()
+        landed, self._landed = self._landed, ()
+        return landed
+
+    def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class Landed(NamedTuple):

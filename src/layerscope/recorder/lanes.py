@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -43,6 +43,7 @@ _TINY = 64 << 10  # bytes that a kernel brings as fast as the copy engine, toget
 _SHARE = 16 << 20  # bytes that are given room together
 _SMALL = 2 << 20  # bytes that the model's own stream copies: 40 us at most, and the copy needs no clone
 _BOUND = 10.0  # seconds that a hook waits for room on the device, at most
+_FEW = 16  # flights that nobody asks whether they have landed, while no memory is short
 
 # What torch asks CUDA, without its Python around it; a build without CUDA has none of them.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -120,8 +121,7 @@ def capturing() -> Unsupported:
 def rest() -> None:
     """Hear that a step has ended: what is waited for need not wait for company."""
     for lane in list(_lanes.values()):
-        if lane.is_loading and not is_capturing():  # which does not bear the question whether a copy has landed
-            lane.rest()
+        lane.rest()
 
 
 class Lane:
@@ -134,7 +134,8 @@ class Lane:
         self._changed = threading.Condition(self._lock)
         self._trip: Trip | None = None
         self._flight: Flight | None = None
-        self._flying: deque[Flight] = deque()
+        self._flying: deque[Flight] = deque()  # in the order in which they departed
+        self.spare: list[Any] = []  # events of flights that are over
         self._held = 0
         self._most = min(_MOST, torch.cuda.mem_get_info(device)[0] // 4)
         self._enough = min(_TOGETHER, self._most // 4)
@@ -142,9 +143,11 @@ class Lane:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stage = torch.empty(_STAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._queue: SimpleQueue[Carried] = SimpleQueue()
-        self._ferries: dict[int, Launch] = {}  # of each stream
-        self.pinned = None if why_no_driver() else Pinned()
+        self._queue: SimpleQueue[Carried | None] = SimpleQueue()  # None only asks for page-locked memory
+        self._origins: dict[int, torch.cuda.Stream] = {}  # by their number
+        self._ferries: dict[int, tuple[Launch, int]] = {}  # of each stream, and the bytes that a program takes
+        self._tiny = -1 if why_not() else _TINY  # bytes of what goes by the kernel
+        self.pinned = None if why_no_driver() else Pinned(let_go=self._retire, ask=partial(self._queue.put, None))
         self._copy = None if why_no_driver() else copying(device.index)
         threading.Thread(target=self._carry, name=f"layerscope-{device}", daemon=True).start()
 
@@ -185,11 +188,22 @@ class Lane:
         return True
 
     def prepare(self) -> None:
-        """Load the kernel that copies many tensors, lest the end of the first step wait for it."""
+        """Get memory, and load the kernel that copies many tensors, lest the first steps wait for it or go without."""
         from layerscope.recorder.ferrying import ferrying
 
-        if self.pinned is not None and not why_not():
-            ferrying(self._device)
+        if self.pinned is not None:
+            self._get_memory(self.pinned.prepare)
+            if not why_not():
+                ferrying(self._device)
+
+    def _get_memory(self, get: Callable[[], None]) -> None:
+        try:
+            get()
+        except Exception as error:  # there is a way without
+            said = f"{type(error).__name__}: {error}"
+            _log.warning(
+                "no more page-locked memory for copies from %s, which are slower without: %s", self._device, said
+            )
 
     def ferry(self, held: list[Any], width: int, room: Callable[[int], Bytes], gates: Any) -> None:
         """Bring tensors with items of one width to the host on the current stream, and tell each where it will be.
@@ -198,11 +212,10 @@ class Lane:
         no page-locked memory is free.
         """
         size, largest = gates.room_for(held, width)
-        tiny = -1 if why_not() else _TINY  # bytes of what goes by the kernel
-        if largest <= tiny:
+        if largest <= self._tiny:
             self._bring(held, size, width, room, gates, by_kernel=True)
             return
-        small = [one for one in held if one.items * width <= tiny]
+        small = [one for one in held if one.items * width <= self._tiny]
         if small:
             self._bring(small, gates.room_for(small, width)[0], width, room, gates, by_kernel=True)
         large = [one for one in held if one.got is None]
@@ -225,8 +238,9 @@ class Lane:
             landed = Landed(there, flight, room)
             if by_kernel:
                 try:
-                    largest = gates.ferried(held, width, there[2], landed)
-                    self._ferry(there[2], len(held), largest, raw)
+                    launch, block = self._ferries.get(raw) or self._ferrying(raw)
+                    programs = -(-gates.ferried(held, width, there[2], landed) // block)
+                    launch(0, 0, there[2], programs, len(held) * programs)
                 except BaseException:  # they were told where their copies will be, and those are not under way
                     for one in held:
                         one.got = None
@@ -234,23 +248,27 @@ class Lane:
             else:
                 gates.copied(held, width, there[2], landed, copy_address(), raw)
 
+    def _ferrying(self, raw: int) -> tuple[Launch, int]:
+        from layerscope.recorder.ferrying import BLOCK, ferrying
+
+        found = self._ferries[raw] = ferrying(self._device)(raw), BLOCK
+        return found
+
     def _boarding(self, chunk: Bytes, raw: int) -> Flight:
         """Return the flight that is being loaded for a stream, and have it hold on to the chunk."""
         flight = self._flight
         if flight is None or flight.raw != raw:
-            flight = self._began(raw)
-        if flight.chunk is not chunk:
+            if flight is not None or self._held:
+                self._depart()
+            origin = self._origins.get(raw) or self._origin(raw)
+            flight = self._flight = Flight(self, origin, raw, chunk)
+        elif flight.chunk is not chunk:
             flight.hold(chunk)
         return flight
 
-    def _ferry(self, entries: int, count: int, largest: int, raw: int) -> None:
-        from layerscope.recorder.ferrying import BLOCK, ferrying
-
-        launch = self._ferries.get(raw)
-        if launch is None:
-            launch = self._ferries[raw] = ferrying(self._device)(raw)
-        programs = -(-largest // BLOCK)
-        launch(0, 0, entries, programs, count * programs)
+    def _origin(self, raw: int) -> torch.cuda.Stream:
+        origin = self._origins[raw] = torch.cuda.current_stream(self._device)
+        return origin
 
     def room(self, size: int) -> Room | None:
         """Return page-locked memory that the device can read, if there is any free."""
@@ -277,11 +295,6 @@ class Lane:
         self._held += size
         if flight.size >= self._enough:
             self._depart()
-
-    def _began(self, raw: int) -> Flight:
-        self._depart()
-        flight = self._flight = Flight(self, torch.cuda.current_stream(self._device), raw)
-        return flight
 
     def _make_room(self, size: int) -> None:
         """Wait until the device has room for another clone, but not for ever."""
@@ -319,22 +332,20 @@ class Lane:
             elif cargo is self._flight:
                 self._depart()
 
-    @property
-    def is_loading(self) -> bool:
-        """Whether something is aboard that could leave."""
-        return self._trip is not None or self._flight is not None
-
     def rest(self) -> None:
         """Hear that the step has ended."""
-        with self._changed:
+        if self._flight is None and self._trip is None:
+            return
+        if (current_stream(self.place) or not is_alone()) and is_capturing():
+            return  # a capture does not bear the question whether a copy has landed; number 0 is never captured
+        with self._lock:
             if self._trip is not None:
                 self._trip.over = True
             if self._flight is not None:
-                self._flight.over = True
                 self._depart()
 
     def _depart(self) -> None:
-        """Let a flight go, and forget those that have landed."""
+        """Let a flight go, and forget those that have landed; not each time where all they hold is host memory."""
         flight, self._flight = self._flight, None
         if flight is not None:
             try:
@@ -343,14 +354,36 @@ class Lane:
                 flight.finish(error)
                 raise
             self._flying.append(flight)
+        if self._held:
+            self._retire()
+        elif len(self._flying) > _FEW:
+            self._retire_half()
+
+    def _retire(self) -> None:
+        """Forget the flights that have landed."""
         while self._flying and self._flying[0].has_landed():
-            self._await_one()
+            self._forget(self._flying.popleft())
+
+    def _retire_half(self) -> None:
+        """Forget the older half of the flights, if it has landed; none has clones beside it.
+
+        The copies of a stream land in their order: the last one that is asked for speaks for those before it.
+        """
+        half = len(self._flying) // 2
+        last = self._flying[half - 1]
+        if last.has_landed():
+            while half and (self._flying[0].raw == last.raw or self._flying[0].has_landed()):
+                self._forget(self._flying.popleft())
+                half -= 1
 
     def _await_one(self) -> None:
-        if self._flying:
-            flight = self._flying.popleft()
-            flight.arrive()
-            self._held -= flight.size
+        flight = self._flying.popleft()
+        flight.arrive()
+        self._forget(flight)
+
+    def _forget(self, flight: Flight) -> None:
+        self._held -= flight.size
+        self.spare += flight.give_back()
 
     def _leave(self) -> None:
         trip, self._trip = self._trip, None
@@ -418,22 +451,26 @@ class Lane:
                 allow_captures()
         while True:
             cargo = self._queue.get()
-            error = None
-            try:
-                self._stream.wait_event(cargo.ready)
-                cargo.unload()
-            except BaseException as raised:
-                error = raised
-            try:
-                cargo.finish(error)
-                if self.pinned is not None:
-                    self.pinned.grow()
-            except Exception as raised:  # somebody else's; the lane must go on
-                _log.warning("after a copy from %s: %s: %s", self._device, type(raised).__name__, raised)
-            with self._changed:
-                self._held -= cargo.size
-                self._changed.notify_all()
-            del cargo, error
+            if cargo is not None:
+                self._unload(cargo)
+            del cargo
+            if self.pinned is not None:
+                self._get_memory(self.pinned.grow)
+
+    def _unload(self, cargo: Carried) -> None:
+        error = None
+        try:
+            self._stream.wait_event(cargo.ready)
+            cargo.unload()
+        except BaseException as raised:
+            error = raised
+        try:
+            cargo.finish(error)
+        except Exception as raised:  # somebody else's; the lane must go on
+            _log.warning("after a copy from %s: %s: %s", self._device, type(raised).__name__, raised)
+        with self._changed:
+            self._held -= cargo.size
+            self._changed.notify_all()
 
 
 _lanes: dict[int, Lane] = {}  # by the number of the device

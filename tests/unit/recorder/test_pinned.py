@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -93,3 +94,107 @@ def test_a_large_one_beyond_the_budget_finds_no_room_and_small_ones_still_do(mem
 
 def test_the_default_budget_is_at_most_a_quarter_of_the_machine():
     assert 0 < pinned._default_budget() <= 4 << 30
+
+
+# Ahead of need ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asking(monkeypatch):
+    """Memory for three chunks that notes when it asks for more."""
+    monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
+    asked = []
+    memory = Pinned(
+        3 * CHUNK, allocate=lambda size: torch.zeros(size, dtype=torch.uint8), ask=lambda: asked.append(memory.total)
+    )
+    memory.asked = asked
+    return memory
+
+
+def test_the_first_chunks_are_there_before_anything_is_missed_and_only_once(memory):
+    memory.prepare()
+    memory.prepare()
+    assert memory.total == 2 * CHUNK
+    assert memory.room(CHUNK) is not None
+
+
+def test_the_first_chunks_do_not_exceed_the_budget(monkeypatch):
+    monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
+    memory = Pinned(CHUNK + 1, allocate=lambda size: torch.zeros(size, dtype=torch.uint8))
+    memory.prepare()
+    assert memory.total == CHUNK
+
+
+def test_more_is_asked_for_when_the_last_free_chunk_is_taken_while_the_budget_lasts(asking):
+    asking.prepare()
+    kept = [asking.room(CHUNK)]
+    assert asking.asked == []
+    kept.append(asking.room(CHUNK))
+    assert asking.asked == [2 * CHUNK]
+    asking.grow()
+    assert asking.total == 3 * CHUNK
+    kept.append(asking.room(CHUNK))
+    assert asking.asked == [2 * CHUNK]
+    asking.grow()
+    assert asking.total == 3 * CHUNK
+    assert all(room is not None for room in kept)
+
+
+def test_a_chunk_that_has_come_back_is_the_successor(asking):
+    asking.prepare()
+    first = asking.room(CHUNK)
+    second = asking.room(CHUNK)
+    assert asking.asked
+    del first
+    gc.collect()
+    asking.grow()
+    assert asking.total == 2 * CHUNK
+    assert asking.room(CHUNK) is not None
+    assert second is not None
+
+
+def test_what_is_missed_is_asked_for_once_until_it_grows(asking):
+    for _ in range(2):
+        assert asking.room(2 * CHUNK) is None
+    assert asking.asked == [0]
+    asking.grow()
+    room = asking.room(2 * CHUNK)
+    assert room is not None
+    assert asking.room(2 * CHUNK) is None
+    assert asking.asked == [0, 2 * CHUNK]
+
+
+def test_chunks_that_are_done_with_are_let_go_of_before_more_is_asked_for(monkeypatch):
+    monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
+    asked, held = [], []
+    memory = Pinned(
+        9 * CHUNK,
+        allocate=lambda size: torch.zeros(size, dtype=torch.uint8),
+        let_go=held.clear,
+        ask=lambda: asked.append(1),
+    )
+    memory.prepare()
+    for _ in range(20):
+        held.append(memory.room(CHUNK))
+    assert (asked, memory.total) == ([], 2 * CHUNK)
+    assert None not in held
+
+
+def test_what_could_not_be_had_is_not_tried_again_and_less_is(monkeypatch):
+    monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
+    tried = []
+
+    def allocate(size):
+        tried.append(size)
+        if size > CHUNK:
+            raise RuntimeError("out of memory")
+        return torch.zeros(size, dtype=torch.uint8)
+
+    memory = Pinned(9 * CHUNK, allocate=allocate)
+    for _ in range(2):
+        memory.room(2 * CHUNK)
+        with pytest.raises(RuntimeError, match="out of memory") if tried == [] else nullcontext():
+            memory.grow()
+    assert (tried, memory.total) == ([2 * CHUNK], 0)
+    grown(memory, 10)
+    assert memory.total == CHUNK
