@@ -272,7 +272,7 @@ class After(Hook):
                 if special is None and self.simple and isinstance(value, _Tensor) and not step.whole:
                     if self.looks:
                         self.learn(value, {(): self.seen(step, self.only, value, call=number)})
-                else:
+                elif self.looks or special is not None:
                     watcher.returned(self, call, value)
             if not calls and (special is None or not special.repeated):
                 watcher.sink.end(step, failed=failed)
