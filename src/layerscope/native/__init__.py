@@ -8,7 +8,6 @@ for tensors on a GPU alone, and nothing but speed is lost without it.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from importlib import import_module
 from itertools import count
@@ -50,7 +49,6 @@ def _tried() -> tuple[Any, str]:
         gates.prepare(
             torch.Tensor,
             torch.Tensor.__dlpack_c_exchange_api__,
-            sys._getframe,
             torch._C._current_graph_task_id,
             torch._C._is_torch_function_mode_enabled,
             getattr(torch._C, "_cuda_getCurrentRawStream", None),  # a build without CUDA has none

@@ -28,16 +28,16 @@ static int may_wait(Pass *pass, PyObject *tensor, Part *part)
 {
     Basket *basket = pass->basket;
     DLTensor how;
-    if (pass->requests != basket->requests || !pass->count || !lies(tensor, &how)) return 0;
-    long long items = items_of(&how);
+    Lying lying;
+    if (pass->requests != basket->requests || !pass->count || !lies(tensor, &how, &lying)) return 0;
     Size *size = pass->sizes, *end = size + pass->count;
-    while (size < end && size->items != items) size++;
+    while (size < end && size->items != lying.items) size++;
     if (size == end || basket->number > size->until) return 0;
-    *part = (Part){pass, tensor, size, address_of(&how), NULL};
+    *part = (Part){pass, tensor, size, lying, NULL};
     return 1;
 }
 
-static Held *made(Pass *pass, PyObject *tensor, long long items, unsigned long long address)
+static Held *made(Pass *pass, PyObject *tensor, Lying lying)
 {
     long long version = number_of(PyObject_GetAttr(tensor, s_version)); /* an inference tensor has none, and raises */
     if (PyErr_Occurred()) return NULL;
@@ -45,8 +45,7 @@ static Held *made(Pass *pass, PyObject *tensor, long long items, unsigned long l
     if (held == NULL) return NULL;
     held->pass = (Pass *)Py_NewRef((PyObject *)pass);
     held->tensor = Py_NewRef(tensor);
-    held->items = items;
-    held->address = address;
+    held->lying = lying;
     held->version = version;
     return held;
 }
@@ -194,25 +193,13 @@ static int Basket_traverse(Basket *self, visitproc visit, void *arg)
     Py_VISIT(self->requests);
     Py_VISIT(self->under_way);
     Py_VISIT(self->moment);
-    for (int i = 0; i < self->nesting; i++) Py_VISIT(self->nested[i].call);
     for (int i = 0; i < WAYS; i++) Py_VISIT(self->ways[i]);
     for (int i = 0; i < TAKEN; i++) Py_VISIT(self->taken[i].held);
     return 0;
 }
 
-/* Forget how deep the calls are, from one on. */
-static void unnest(Basket *self, int from)
-{
-    while (self->nesting > from) {
-        PyObject *call = self->nested[--self->nesting].call;
-        self->nested[self->nesting].call = NULL;
-        Py_XDECREF(call);
-    }
-}
-
 static void shut(Basket *self)
 {
-    unnest(self, 0);
     forget_taken(self);
     Py_CLEAR(self->under_way);
     Py_CLEAR(self->moment);
@@ -285,7 +272,7 @@ static PyObject *Basket_hold(Basket *self, PyObject *args)
     Part part = {NULL};
     if (pass->basket == self && is_open(self) && (PyObject *)Py_TYPE(tensor) == tensor_type &&
         may_wait(pass, tensor, &part) && is_on_stream(self))
-        part.held = made(pass, tensor, part.size->items, part.address);
+        part.held = made(pass, tensor, part.lying);
     if (part.held == NULL) {
         if (!forgiven()) return NULL;
         Py_RETURN_NONE;
@@ -300,9 +287,9 @@ static PyObject *Basket_make(Basket *self, PyObject *args)
     PyObject *tensor;
     if (!PyArg_ParseTuple(args, "O!O", &PassType, &pass, &tensor)) return NULL;
     DLTensor how;
+    Lying lying;
     Held *held = NULL;
-    if ((PyObject *)Py_TYPE(tensor) == tensor_type && lies(tensor, &how))
-        held = made(pass, tensor, items_of(&how), address_of(&how));
+    if ((PyObject *)Py_TYPE(tensor) == tensor_type && lies(tensor, &how, &lying)) held = made(pass, tensor, lying);
     if (held != NULL) return (PyObject *)held;
     if (!forgiven()) return NULL;
     Py_RETURN_NONE;

@@ -121,47 +121,12 @@ static PyObject *calls_of(Gate *self, Py_ssize_t least)
 
 static PyObject *innermost(PyObject *calls) { return PyList_GET_ITEM(calls, PyList_GET_SIZE(calls) - 1); }
 
-/* Take down how deep a call is: as its hooks are, or what amounts to the same. */
-static void nest(Basket *basket, PyObject *call, Depth depth)
+/* Whether the call is made by the innermost one under way: an interrupt may have ended that one without a word. A
+   backward pass that repeats a call has frames of its own in between. */
+static int is_inside(Gate *self, PyObject *calls)
 {
-    if (basket->nesting == NESTED) return;
-    basket->nested[basket->nesting].call = Py_NewRef(call);
-    basket->nested[basket->nesting++].depth = depth;
-}
-
-static int nested_at(Basket *basket, PyObject *call) /* -1 if it is not known how deep it is */
-{
-    int at = basket->nesting - 1;
-    while (at >= 0 && basket->nested[at].call != call) at--;
-    return at;
-}
-
-static Depth depth_now(void) { return (Depth){DEPTH(PyThreadState_Get()), (intptr_t)__builtin_frame_address(0)}; }
-
-static Depth less(Depth a, Depth b) { return (Depth){a.python - b.python, a.c - b.c}; }
-
-static int same(Depth a, Depth b) { return a.python == b.python && a.c == b.c; }
-
-/* Whether the call is made by the innermost one under way, and not by a backward pass that repeats it. Its frame tells,
-   which takes long to find: where it was found before, to be as much deeper as then will do, in Python and in C. An
-   interrupt may have ended that call without a word, and whatever is called next is hardly as deep in both. */
-static int is_inside(Gate *self, PyObject *calls, Depth depth)
-{
-    Basket *basket = self->basket;
-    PyObject *call = Py_NewRef(innermost(calls)); /* what is forgotten here may run anybody's Python */
-    unnest(basket, nested_at(basket, call) + 1);
-    int at = nested_at(basket, call);
-    int inside = at >= 0 && same(less(depth, basket->nested[at].depth), self->inside);
-    if (!inside && is_frame(PyTuple_GET_ITEM(call, 3), self->away) &&
-        number_of(PyObject_CallNoArgs(graph_task)) == -1 && !PyErr_Occurred()) {
-        inside = 1;
-        if (at >= 0)
-            self->inside = less(depth, basket->nested[at].depth);
-        else
-            nest(basket, call, less(depth, self->inside));
-    }
-    Py_DECREF(call);
-    return inside;
+    if (!is_frame(PyTuple_GET_ITEM(innermost(calls), 3), self->away)) return 0;
+    return self->away <= DIRECTLY || (number_of(PyObject_CallNoArgs(graph_task)) == -1 && !PyErr_Occurred());
 }
 
 /* Count where the hooks count, from a number on. */
@@ -203,14 +168,13 @@ static void tell_number(Gate *self)
     }
 }
 
-/* Make all that can fail before anything is changed: an inference tensor counts no changes, what is sparse lies
- * nowhere. */
+/* Make all that can fail before anything is changed: an inference tensor counts no changes. */
 static int ready(Gate *self, Part *parts, int count)
 {
     if (count && !is_on_stream(self->basket)) return 0;
     for (int i = 0; i < count; i++) {
         Part *part = &parts[i];
-        part->held = made(part->pass, part->tensor, part->size->items, part->address);
+        part->held = made(part->pass, part->tensor, part->lying);
         if (part->held == NULL) return 0;
     }
     return is_open(self->basket); /* to make them may have run the collector, and that anybody's Python */
@@ -220,6 +184,7 @@ static int ready(Gate *self, Part *parts, int count)
 static int hold_all(Gate *self, Part *parts, int count, PyObject *number)
 {
     if (!count) return 1;
+    if (self->basket->step == NULL) return -1; /* to count may have run the collector as well: see `ready` */
     PyObject *moment = moment_of(self->basket, number);
     int fine = moment != NULL;
     for (int i = 0; fine && i < count; i++) fine = hold(self->basket, &parts[i], moment);
@@ -265,7 +230,7 @@ static int has(size_t many, PyObject *names, Py_ssize_t wanted)
     return names == NULL && PyVectorcall_NARGS(many) == wanted;
 }
 
-static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs, Depth depth)
+static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs)
 {
     Part parts[PARTS];
     int count = 0;
@@ -275,19 +240,16 @@ static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs,
         if (!match(self->args, args, parts, &count) || !match(self->kwargs, kwargs, parts, &count))
             return forget(parts, count), 0;
     }
-    PyObject *calls = calls_of(self, 1), *none = NULL, *frame = NULL, *number = NULL, *call = NULL;
+    PyObject *calls = calls_of(self, 1), *frame = NULL, *step = NULL, *number = NULL, *call = NULL;
     int passed = 0;
-    if (calls != NULL && is_inside(self, calls, depth) && (none = PyLong_FromLong(0)) != NULL &&
-        (frame = PyObject_CallOneArg(get_frame, none)) != NULL && ready(self, parts, count) &&
-        (number = next_number(self)) != NULL) {
-        if (self->basket->step != NULL) call = PyTuple_Pack(5, self->name, self->basket->step, number, frame, Py_None);
+    if (calls != NULL && is_inside(self, calls) && (frame = Py_XNewRef((PyObject *)PyEval_GetFrame())) != NULL &&
+        ready(self, parts, count) && (number = next_number(self)) != NULL) {
+        step = Py_XNewRef(self->basket->step);
+        if (step != NULL) call = PyTuple_Pack(5, self->name, step, number, frame, Py_None);
         passed = call != NULL && PyList_Append(calls, call) == 0 ? 1 : -1;
-        if (passed == 1) {
-            nest(self->basket, call, depth);
-            passed = hold_all(self, parts, count, number);
-        }
+        if (passed == 1) passed = hold_all(self, parts, count, number);
     }
-    Py_XDECREF(none);
+    Py_XDECREF(step);
     Py_XDECREF(frame);
     Py_XDECREF(number);
     Py_XDECREF(call);
@@ -298,29 +260,18 @@ static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs,
 static PyObject *Gate_begin(PyObject *self, PyObject *const *given, size_t many, PyObject *names)
 {
     Gate *gate = (Gate *)self;
-    int passed = has(many, names, 3) ? begin(gate, given[0], given[1], given[2], depth_now()) : 0;
+    int passed = has(many, names, 3) ? begin(gate, given[0], given[1], given[2]) : 0;
     return answer(gate, passed, given, many, names);
 }
 
-/* Whether the frame that runs the hook is the one that makes the innermost call. */
-static int is_made_here(Gate *self, PyObject *call, Depth depth)
-{
-    int at = nested_at(self->basket, call);
-    if (at >= 0 && same(less(depth, self->basket->nested[at].depth), self->here)) return 1;
-    if (!is_frame(PyTuple_GET_ITEM(call, 3), 0)) return 0;
-    at = nested_at(self->basket, call);
-    if (at >= 0) self->here = less(depth, self->basket->nested[at].depth);
-    return 1;
-}
-
-static int finish(Gate *self, PyObject *value, Depth depth)
+static int finish(Gate *self, PyObject *module, PyObject *value)
 {
     Part parts[PARTS];
     int count = 0;
-    if (value == Py_None || !is_passable(self)) return 0;
+    if (module != self->module || value == Py_None || !is_passable(self)) return 0;
     PyObject *calls = calls_of(self, 2); /* the outermost is for the hook: with it the step ends */
     if (calls == NULL || PyTuple_GET_ITEM(innermost(calls), 0) != self->name ||
-        PyTuple_GET_ITEM(innermost(calls), 4) != Py_None || !is_made_here(self, innermost(calls), depth))
+        PyTuple_GET_ITEM(innermost(calls), 4) != Py_None || !is_frame(PyTuple_GET_ITEM(innermost(calls), 3), 0))
         return 0;
     if (!self->blind && (self->value == NULL || !match(self->value, value, parts, &count)))
         return forget(parts, count), 0;
@@ -329,8 +280,6 @@ static int finish(Gate *self, PyObject *value, Depth depth)
         Py_ssize_t size = PyList_GET_SIZE(calls);
         PyObject *call = Py_NewRef(innermost(calls));
         passed = PyList_SetSlice(calls, size - 1, size, NULL) == 0 ? 1 : -1;
-        int at = nested_at(self->basket, call);
-        if (at >= 0) unnest(self->basket, at);
         if (passed == 1) passed = hold_all(self, parts, count, PyTuple_GET_ITEM(call, 2));
         Py_DECREF(call);
     }
@@ -341,10 +290,10 @@ static int finish(Gate *self, PyObject *value, Depth depth)
 static PyObject *Gate_finish(PyObject *self, PyObject *const *given, size_t many, PyObject *names)
 {
     Gate *gate = (Gate *)self;
-    return answer(gate, has(many, names, 4) ? finish(gate, given[3], depth_now()) : 0, given, many, names);
+    return answer(gate, has(many, names, 4) ? finish(gate, given[0], given[3]) : 0, given, many, names);
 }
 
-static int end(Gate *self, PyObject *module, PyObject *value, Depth depth)
+static int end(Gate *self, PyObject *module, PyObject *value)
 {
     Part parts[PARTS];
     int count = 0;
@@ -352,8 +301,7 @@ static int end(Gate *self, PyObject *module, PyObject *value, Depth depth)
     if (self->value == NULL || !match(self->value, value, parts, &count)) return forget(parts, count), 0;
     PyObject *calls = calls_of(self, 1), *number = NULL;
     int passed = 0;
-    if (calls != NULL && is_inside(self, calls, depth) && ready(self, parts, count) &&
-        (number = next_number(self)) != NULL)
+    if (calls != NULL && is_inside(self, calls) && ready(self, parts, count) && (number = next_number(self)) != NULL)
         passed = hold_all(self, parts, count, number);
     Py_XDECREF(number);
     forget(parts, count);
@@ -363,7 +311,7 @@ static int end(Gate *self, PyObject *module, PyObject *value, Depth depth)
 static PyObject *Gate_end(PyObject *self, PyObject *const *given, size_t many, PyObject *names)
 {
     Gate *gate = (Gate *)self;
-    return answer(gate, has(many, names, 4) ? end(gate, given[0], given[3], depth_now()) : 0, given, many, names);
+    return answer(gate, has(many, names, 4) ? end(gate, given[0], given[3]) : 0, given, many, names);
 }
 
 static PyObject *Gate_close(Gate *self, PyObject *none)
@@ -374,10 +322,14 @@ static PyObject *Gate_close(Gate *self, PyObject *none)
 
 static PyObject *Gate_deepcopy(Gate *self, PyObject *memo)
 {
-    return PyObject_CallMethodOneArg(self->hook, s_deepcopy, memo);
+    return self->hook == NULL ? Py_NewRef(Py_None) : PyObject_CallMethodOneArg(self->hook, s_deepcopy, memo);
 }
 
-static PyObject *Gate_reduce(Gate *self, PyObject *none) { return PyObject_CallMethodNoArgs(self->hook, s_reduce); }
+static PyObject *Gate_reduce(Gate *self, PyObject *none)
+{
+    if (self->hook == NULL) return PyErr_Format(PyExc_ReferenceError, "its hook is gone");
+    return PyObject_CallMethodNoArgs(self->hook, s_reduce);
+}
 
 static PyMethodDef Gate_methods[] = {
     {"close", (PyCFunction)Gate_close, METH_NOARGS, "Let nothing pass any more."},

@@ -47,9 +47,8 @@ TYPE(Way, "How all of one kind and dtype are taken in one launch.", 0, MADE(Way)
 
 static PyObject *prepare(PyObject *module, PyObject *args)
 {
-    PyObject *tensor, *exchange, *frame, *task, *modes, *stream, *count, *spelt;
-    if (!PyArg_ParseTuple(args, "OOOOOOOO", &tensor, &exchange, &frame, &task, &modes, &stream, &count, &spelt))
-        return NULL;
+    PyObject *tensor, *exchange, *task, *modes, *stream, *count, *spelt;
+    if (!PyArg_ParseTuple(args, "OOOOOOO", &tensor, &exchange, &task, &modes, &stream, &count, &spelt)) return NULL;
     const DLPackExchangeAPI *known = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
     if (known == NULL) return NULL;
     if (known->header.version.major != DLPACK_MAJOR_VERSION || known->dltensor_from_py_object_no_sync == NULL)
@@ -59,7 +58,6 @@ static PyObject *prepare(PyObject *module, PyObject *args)
     if (PyDict_SetItemString(GateType.tp_dict, "__call__", spelt) < 0) return NULL;
     PyType_Modified(&GateType);
     Py_XSETREF(tensor_type, Py_NewRef(tensor));
-    Py_XSETREF(get_frame, Py_NewRef(frame));
     Py_XSETREF(graph_task, Py_NewRef(task));
     Py_XSETREF(has_modes, Py_NewRef(modes));
     Py_XSETREF(raw_stream, Py_NewRef(stream));
@@ -69,7 +67,7 @@ static PyObject *prepare(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"prepare", prepare, METH_VARARGS,
-     "Tell what torch and Python call a tensor, its exchange with others, a frame, a backward pass, modes, the current "
+     "Tell what torch and Python call a tensor, its exchange with others, a backward pass, modes, the current "
      "stream and a counter, and what a gate does, in Python."},
     {"sorted", sorted, METH_VARARGS,
      "Sort what waits: by (kind, dtype) where it lies plainly on a device, odd, changed."},

@@ -26,14 +26,14 @@ static int Held_clear(Held *self)
     return 0;
 }
 
-/* Whether torch counts no change of the values, and they are where they were; -1 if the tensor cannot be asked (in a
+/* Whether torch counts no change of the values, and they lie as they did; -1 if the tensor cannot be asked (in a
    transform of functions). */
 static int is_intact(Held *self, DLTensor *how)
 {
+    Lying now;
     long long version = number_of(PyObject_GetAttr(self->tensor, s_version));
-    if (PyErr_Occurred() || !lies(self->tensor, how)) return -1;
-    if (version != self->version || items_of(how) != self->items || address_of(how) != self->address) return 0;
-    return self->address || !self->items; /* memory that was given back */
+    if (PyErr_Occurred() || !lies(self->tensor, how, &now)) return PyErr_Occurred() ? -1 : 0;
+    return version == self->version && now.address == self->lying.address && now.layout == self->lying.layout;
 }
 
 static int is_shaped(Held *self, const DLTensor *how)
@@ -62,13 +62,13 @@ static int is_typed(Held *self, DLDataType type)
     if (self->dtype == NULL || pass->dtype == NULL) return self->dtype != NULL && type.code != kDLComplex;
     if (pass->dtype != self->dtype) return 0;
     pass->type = type;
-    pass->typed = 1;
+    pass->typed = type.bits != 8 || (type.code != kDLInt && type.code != kDLUInt); /* uint4 is called as uint8 is */
     return 1;
 }
 
 static int lies_plainly(Held *self, const DLTensor *how, long long place)
 {
-    if (self->address % 16 || !self->items || place_of(how) != place || !is_contiguous(how)) return 0;
+    if (self->lying.address % 16 || !self->lying.items || place_of(how) != place || !is_contiguous(how)) return 0;
     PyObject *negative = PyObject_CallMethodNoArgs(self->tensor, s_is_neg);
     Py_XDECREF(negative);
     return negative == Py_False;
@@ -84,8 +84,8 @@ static PyMemberDef Held_members[] = {
     {"place", T_LONGLONG, offsetof(Held, place), 0, "of its part in that"},
     {"part", T_OBJECT, offsetof(Held, part), 0, "that part, once somebody asked for it"},
     {"twin", T_OBJECT, offsetof(Held, twin), READONLY, "the first to wait for the same tensor"},
-    {"items", T_LONGLONG, offsetof(Held, items), READONLY, "of the tensor"},
-    {"address", T_ULONGLONG, offsetof(Held, address), READONLY, "of the tensor"},
+    {"items", T_LONGLONG, offsetof(Held, lying.items), READONLY, "of the tensor"},
+    {"address", T_ULONGLONG, offsetof(Held, lying.address), READONLY, "of the tensor"},
     {NULL}};
 
 /* The way. */
@@ -209,9 +209,9 @@ static long long entered(PyObject *held, Py_ssize_t from, Py_ssize_t to, unsigne
     long long *entry = (long long *)(uintptr_t)address, largest = 1;
     for (Py_ssize_t i = from; i < to; i++, entry += 3) {
         Held *one = (Held *)PyList_GET_ITEM(held, i);
-        long long tiles = (one->items + tile - 1) / tile, each = tiles > most ? (tiles + most - 1) / most : 1;
-        entry[0] = (long long)one->address;
-        entry[1] = one->items;
+        long long tiles = (one->lying.items + tile - 1) / tile, each = tiles > most ? (tiles + most - 1) / most : 1;
+        entry[0] = (long long)one->lying.address;
+        entry[1] = one->lying.items;
         entry[2] = each;
         if ((tiles + each - 1) / each > largest) largest = (tiles + each - 1) / each;
         one->place = place++;
@@ -329,7 +329,7 @@ static PyObject *sweep(Basket *basket)
     if (basket->held == NULL || !PyList_GET_SIZE(basket->held)) Py_RETURN_NONE;
     PyObject *held = emptied(basket);
     if (held == NULL) return NULL;
-    PyObject *sorted = sort(held, PyLong_AsLongLong(basket->place)), *key, *group;
+    PyObject *sorted = sort(held, basket->device), *key, *group;
     int fine = sorted != NULL;
     int here = fine && basket->ways[0] != NULL && is_on_stream(basket);
     fine = fine && forgiven(); /* whoever takes the rest meets any error but an interrupt again, and says so */
@@ -364,7 +364,7 @@ static PyObject *room_for(PyObject *module, PyObject *args)
         return NULL;
     size = aligned(24 * PyList_GET_SIZE(held));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(held); i++) {
-        long long mine = width * ((Held *)PyList_GET_ITEM(held, i))->items;
+        long long mine = width * ((Held *)PyList_GET_ITEM(held, i))->lying.items;
         size += aligned(mine);
         if (mine > largest) largest = mine;
     }
@@ -381,8 +381,8 @@ static PyObject *ferried(PyObject *module, PyObject *args)
     long long *entry = (long long *)(uintptr_t)address, place = aligned(24 * PyList_GET_SIZE(held));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(held); i++, entry += 3) {
         Held *one = (Held *)PyList_GET_ITEM(held, i);
-        long long size = width * one->items;
-        entry[0] = (long long)one->address;
+        long long size = width * one->lying.items;
+        entry[0] = (long long)one->lying.address;
         entry[1] = (long long)address + place;
         entry[2] = size;
         if (size > largest) largest = size;
@@ -407,8 +407,8 @@ static PyObject *copied(PyObject *module, PyObject *args)
     int code = 0;
     for (Py_ssize_t i = 0; !code && i < PyList_GET_SIZE(held); i++) {
         Held *one = (Held *)PyList_GET_ITEM(held, i);
-        size_t size = (size_t)(width * one->items);
-        code = ((Copy)(uintptr_t)copy)((void *)(uintptr_t)(address + place), one->address, size,
+        size_t size = (size_t)(width * one->lying.items);
+        code = ((Copy)(uintptr_t)copy)((void *)(uintptr_t)(address + place), one->lying.address, size,
                                        (void *)(uintptr_t)stream);
         if (code) {
             PyErr_Format(PyExc_RuntimeError, "the driver refused a copy of %zu bytes: CUDA error %d", size, code);

@@ -17,20 +17,27 @@
    not asked in the hook. */
 
 #define PY_SSIZE_T_CLEAN
-#include <ATen/dlpack.h>
 #include <Python.h>
 #include <structmember.h>
+#include <ATen/dlpack.h>
 
 #ifdef Py_GIL_DISABLED
 #error "the gates count on the interpreter's lock"
 #endif
 
-#if PY_VERSION_HEX >= 0x030C0000
-#define DEPTH(thread) ((thread)->py_recursion_limit - (thread)->py_recursion_remaining)
-#elif PY_VERSION_HEX >= 0x030B0000
-#define DEPTH(thread) ((thread)->recursion_limit - (thread)->recursion_remaining)
+/* The frames of the interpreter, without an object made of each. */
+#if PY_VERSION_HEX >= 0x030B0000
+#define Py_BUILD_CORE 1
+#include <internal/pycore_frame.h>
+#undef Py_BUILD_CORE
 #else
-#define DEPTH(thread) ((thread)->recursion_depth)
+#include <frameobject.h>
+#endif
+
+#if PY_VERSION_HEX >= 0x030D0000
+#define FRAME(thread) ((thread)->current_frame)
+#elif PY_VERSION_HEX >= 0x030B0000
+#define FRAME(thread) ((thread)->cframe->current_frame)
 #endif
 
 #if PY_VERSION_HEX >= 0x030D0000
@@ -45,24 +52,24 @@ static int refers_to(PyObject *weak, PyObject *object)
 #define refers_to(weak, object) (PyWeakref_GET_OBJECT(weak) == (object))
 #endif
 
-#define SIZES 8   /* of one point's tensors that are told apart */
-#define PARTS 32  /* tensors of one value; more are for the hook */
-#define RECENT 8  /* tensors that are looked through for one that waits already */
-#define TAKEN 16  /* and, in the middle of a step, for one that was taken already */
-#define NESTED 32 /* calls under way of which it is known how deep they are */
+#define SIZES 8    /* of one point's tensors that are told apart */
+#define PARTS 32   /* tensors of one value; more are for the hook */
+#define RECENT 8   /* tensors that are looked through for one that waits already */
+#define TAKEN 16   /* and, in the middle of a step, for one that was taken already */
+#define DIRECTLY 4 /* frames from torch's own to the one of the outer call, where nothing is in between */
 #define WAYS 8
 
 /* What `prepare` was given. */
-static PyObject *tensor_type, *get_frame, *graph_task, *has_modes, *count_type, *raw_stream;
+static PyObject *tensor_type, *graph_task, *has_modes, *count_type, *raw_stream;
 static const DLPackExchangeAPI *torch_says;
 static PyObject *s_calls, *s_version, *s_at, *s_moments, *s_is_neg, *s_dtype, *s_requests, *s_page, *s_aboard, *s_over,
     *s_table, *s_acquire, *s_release, *s_failed, *s_deepcopy, *s_reduce;
 
-/* How deep in the stack of Python and in that of C. */
+/* How a tensor lies: how many items, where, and as what they are seen (dtype, shape and strides in one number). */
 typedef struct {
-    long python;
-    intptr_t c;
-} Depth;
+    long long items;
+    unsigned long long address, layout;
+} Lying;
 
 typedef struct {
     PyObject_HEAD
@@ -70,16 +77,11 @@ typedef struct {
     PyObject *held;                              /* a list */
     PyObject *step, *calls, *moments, *requests; /* of the step under way; NULL between two */
     PyObject *under_way, *moment;                /* the thread's calls, and the moment of a first call, once known */
-    struct {
-        PyObject *call;
-        Depth depth;
-    } nested[NESTED];
-    int nesting;
     struct Way *ways[WAYS];
     unsigned long thread;
     unsigned long long stream;
-    int direct;                      /* whether torch is asked for the current stream without a word of Python */
     int device;                      /* the place, as a number */
+    int direct;                      /* whether torch is asked for the current stream without a word of Python */
     long long number;                /* of the step */
     int alone, barred;               /* whether the step ends with this forward; whether nothing passes */
     Py_ssize_t bytes, doubted, most; /* of what waits, of what is tried beside it, and of both together */
@@ -124,11 +126,11 @@ typedef struct Held {
     PyObject *tensor, *dtype, *moment, *shape;
     PyObject *got, *part; /* what was taken of it and others, and its part of that */
     PyObject *twin;
-    long long version, items, place; /* `place`: where in `got` its part is */
-    unsigned long long address;
+    long long version, place; /* `place`: where in `got` its part is */
+    Lying lying;
 } Held;
 
-typedef struct Gate {
+typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *hook;
@@ -138,7 +140,6 @@ typedef struct Gate {
     int blind;                       /* whether calls pass by, and nothing of them is wanted */
     int closed;                      /* whether nothing passes any more */
     long away;                       /* frames from torch's own to the one that makes the outer call */
-    Depth inside, here; /* how much deeper the hook is than the outer call's, and than its own call's, once known */
     long long step, counted; /* the last one that calls passed in, and how many nobody but the gate has counted */
 } Gate;
 
@@ -146,7 +147,7 @@ typedef struct {
     Pass *pass;
     PyObject *tensor;
     Size *size;
-    unsigned long long address;
+    Lying lying;
     Held *held;
 } Part;
 
@@ -154,21 +155,21 @@ static PyTypeObject BasketType, PassType, HeldType, GateType, WayType;
 
 /* What is asked of torch, each the call of a function in C. */
 
-static int lies(PyObject *tensor, DLTensor *how) /* 0 with an error set if it does not lie in any way DLPack knows */
+/* Find how a tensor lies; 0 if it does not (in `functionalize`, or where its memory was given back), with an error set
+   if it does not lie in a way that DLPack knows. */
+static int lies(PyObject *tensor, DLTensor *how, Lying *lying)
 {
-    return torch_says->dltensor_from_py_object_no_sync(tensor, how) == 0;
-}
-
-static long long items_of(const DLTensor *how)
-{
-    long long items = 1;
-    for (int i = 0; i < how->ndim; i++) items *= how->shape[i];
-    return items;
-}
-
-static unsigned long long address_of(const DLTensor *how)
-{
-    return (unsigned long long)(uintptr_t)how->data + how->byte_offset;
+    if (torch_says->dltensor_from_py_object_no_sync(tensor, how) != 0) return 0;
+    unsigned long long layout = how->dtype.code | how->dtype.bits << 8 | (unsigned long long)how->dtype.lanes << 16;
+    lying->items = 1;
+    for (int i = 0; i < how->ndim; i++) {
+        lying->items *= how->shape[i];
+        layout = (layout ^ (unsigned long long)how->shape[i]) * 0x9E3779B97F4A7C15u;
+        layout = (layout ^ layout >> 32 ^ (unsigned long long)how->strides[i]) * 0x9E3779B97F4A7C15u;
+    }
+    lying->address = (unsigned long long)(uintptr_t)how->data + how->byte_offset;
+    lying->layout = layout;
+    return lying->address || !lying->items;
 }
 
 static int is_contiguous(const DLTensor *how)
@@ -202,17 +203,19 @@ static int is_address(PyObject *got, unsigned long long *address)
     return !PyErr_Occurred();
 }
 
+/* Whether a frame is so many away from the one that runs now, counted as `sys._getframe` does. */
 static int is_frame(PyObject *frame, long away)
 {
-    PyObject *depth = PyLong_FromLong(away);
-    PyObject *found = depth == NULL ? NULL : PyObject_CallOneArg(get_frame, depth);
-    Py_XDECREF(depth);
-    if (found == NULL) { /* the stack is not that deep */
-        PyErr_Clear();
-        return 0;
-    }
-    Py_DECREF(found);
-    return found == frame;
+#if PY_VERSION_HEX >= 0x030B0000
+    struct _PyInterpreterFrame *here = FRAME(PyThreadState_Get());
+    for (; here != NULL; here = here->previous)
+        if (!_PyFrame_IsIncomplete(here) && away-- == 0) return (PyObject *)here->frame_obj == frame;
+    return 0;
+#else
+    PyFrameObject *here = PyThreadState_Get()->frame;
+    while (here != NULL && away-- > 0) here = here->f_back;
+    return (PyObject *)here == frame;
+#endif
 }
 
 /* Forget what a question raised; 0 if it was an interrupt, which is nobody's to forget. */

@@ -76,8 +76,11 @@ def flying(tensor: torch.Tensor, room: Callable[[int], Bytes]) -> Arrival | None
     lane = _lanes.get(tensor.get_device())
     if lane is None or not lies_plainly(tensor, lane.place) or not 0 < tensor.nbytes <= _SMALL:
         return None
+    address = tensor.data_ptr()
+    if not address:  # it lies nowhere
+        return None
     arrival = Arrival(tensor.dtype, tensor.shape, room)
-    return arrival if lane.let_fly(arrival, tensor.data_ptr(), tensor.nbytes) else None
+    return arrival if lane.let_fly(arrival, address, tensor.nbytes) else None
 
 
 def lies_plainly(tensor: torch.Tensor, place: int) -> bool:

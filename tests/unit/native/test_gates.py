@@ -1216,7 +1216,10 @@ def test_a_step_may_end_while_a_tensor_is_made_to_wait():
     assert_lives_through(ask)
 
 
-def test_the_collector_may_end_the_step_while_a_tensor_is_made_to_wait():
+@pytest.mark.parametrize("kind", ["begin", "end"])
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("objects", range(14))
+def test_the_collector_may_end_the_step_while_a_tensor_is_made_to_wait(kind, alone, objects):
     """A recording in a generator that nobody has any more is closed wherever the collector happens to run."""
 
     class Closing:
@@ -1227,18 +1230,24 @@ def test_the_collector_may_end_the_step_while_a_tensor_is_made_to_wait():
         cycle = Closing()
         cycle.itself = cycle
         del cycle
+        gc.set_threshold(objects + gc.get_count()[0] + 1)
         gc.enable()
-        gc.set_threshold(1)
         return 0
 
     def ask():
         gc.disable()
+        kept = [(i, i, i, i, object()) for i in range(5000)]  # so that no tuple is made without asking for memory
         bench.basket = gates.Basket(HERE, bench.kept.append, bench.take, MB, current, lambda: False)
-        bench.basket.open(bench.step, 1, 0, True)
+        bench.basket.open(bench.step, 1, 0, alone)
         calls = Calls(bench)
-        calls.after.value = bench.leave(4)
-        calls.outer((), {}, bits(4))  # whether it passes depends on when the collector runs
+        if kind == "begin":
+            calls.before.args, calls.before.kwargs = (tuple, (), (bench.leave(4),)), (dict, (), ())
+        else:
+            calls.after.value = bench.leave(4)
+        calls.outer((bits(4),), {}, bits(4))  # whether it passes depends on when the collector runs
+        gc.disable()
         bench.sweep()
+        del kept
 
     bench = Bench()
     assert_lives_through(ask)

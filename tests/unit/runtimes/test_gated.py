@@ -1,7 +1,7 @@
 """Calls that pass by a gate are recorded as any others: the same records in the same order, and the same account.
 
 A device is played on the host, at the place that torch calls -1: what is taken there are the bytes at an address, at
-the moment of taking. Each test records the same run assert_alike, with the gates and plainly, and compares everything.
+the moment of taking. Each test records the same run twice, with the gates and plainly, and compares everything.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def lies_plainly(tensor):
             and tensor.is_contiguous()
             and not (tensor.is_neg() or tensor.dtype.is_complex or tensor.is_nested or tensor.is_quantized)
             and tensor.data_ptr() % 16 == 0
+            and tensor.data_ptr() != 0
             and tensor.numel() > 0
         )
     except RuntimeError:
@@ -312,7 +313,7 @@ CHANGING = {
     "cache": cycled(lambda x: (x + 1, Cache(x)), lambda x: (x + 1, Cache(x + 1)), lambda x: (x + 1, 3)),
     "number": cycled(lambda x: x + 1, lambda x: 3, lambda x: 3.0),
     "tensor in place of a text": cycled(lambda x: (x + 1, "a"), lambda x: (x + 1, x + 2)),
-    "assert_alike the same": cycled(lambda x: (x, x, {"again": x}), lambda x: (x, x + 1, {"again": x})),
+    "twice the same": cycled(lambda x: (x, x, {"again": x}), lambda x: (x, x + 1, {"again": x})),
     "many": cycled(lambda x: [x + i for i in range(32)], lambda x: [x + i for i in range(33)]),
     "deep": cycled(lambda x: [[[[[[[[[x + 1]]]]]]]]], lambda x: [[[[[[[x + 1]]]]]]]),
     "keywords": cycled(lambda x: {"mask": x + 2}, lambda x: {"mask": None}, lambda x: {}),
@@ -372,6 +373,131 @@ def breaking(error=Interrupted):
     model = Holder(outer, **blocks)
     model.breaks = None
     return model
+
+
+@WAYS
+@pytest.mark.parametrize("where", ["begin", "outer", "inner"])
+@pytest.mark.parametrize("part", ["", "first", "first.two", "second"])
+def test_what_is_called_as_deep_as_a_call_that_was_broken_off_is_not_inside_it(
+    assert_alike, taps, options, where, part
+):
+    def run(model, here):
+        made = [model(X + step) for step in range(STEPS)]
+        wrapper = Holder(lambda m, x: m.model(x), model=model.get_submodule(part))
+        outer = Holder(lambda m, x: m.model(x), model=wrapper)
+        for one in (wrapper, outer):
+            one.register_forward_hook(lambda *given: None)  # so that torch makes as many frames as for ours
+        for one in (wrapper, outer, wrapper, outer):
+            model.breaks = where
+            with pytest.raises(Interrupted):
+                model(X)
+            model.breaks = None
+            made += one(X * 3), model(X * 2)
+        return made
+
+    assert_alike(breaking, run, taps, **options)
+
+
+@pytest.mark.parametrize(
+    "taps", [EVERY, ["first:output", "second:output", ".:output", "first:input"]], ids=["all", "some"]
+)
+def test_a_copy_that_is_called_where_its_original_was_broken_off_is_not_recorded(assert_alike, taps):
+    def part(m, x):
+        if m.breaks:
+            raise Interrupted
+        return x * 2
+
+    def make():
+        first = Holder(part)
+        first.breaks = False
+        return Holder(lambda m, x: m.second(m.first(x)), first=first, second=nn.Linear(4, 4))
+
+    def run(model, here):
+        made = [model(X + step) for step in range(STEPS)]
+        model.first.breaks = True
+        with pytest.raises(Interrupted):
+            model(X)
+        model.first.breaks = False
+        wrapper = Holder(lambda m, x: m.model(x), model=copy.copy(model.first))
+        wrapper.register_forward_hook(lambda *given: None)
+        return [*made, wrapper(X * 7), model(X)]
+
+    assert_alike(make, run, taps)
+
+
+def exchanging(how, when):
+    """A model that exchanges the data of what a part has given, in some steps."""
+
+    def forward(m, x):
+        y = m.one(x)
+        m.count += 1
+        if m.count in when:
+            y.data = how(y.data)
+        return m.two(x)
+
+    def make():
+        model = Holder(forward, **linears("one", "two"))
+        model.count = 0
+        return model
+
+    return make
+
+
+EXCHANGED = {
+    "flat": lambda data: data.view(-1),
+    "another shape": lambda data: data.view(4, 2),
+    "another dtype": lambda data: data.view(torch.int32),
+    "other values": torch.clone,
+}
+
+
+def ten_steps(model, here):
+    with torch.no_grad():
+        return [model(X + step) for step in range(10)]
+
+
+@pytest.mark.parametrize("how", EXCHANGED.values(), ids=EXCHANGED)
+def test_a_tensor_is_recorded_as_it_was_seen_whatever_becomes_of_its_data(assert_alike, how):
+    assert_alike(exchanging(how, range(100)), ten_steps, ["one:output", "two:output"])
+
+
+@pytest.mark.parametrize("how", EXCHANGED.values(), ids=EXCHANGED)
+def test_data_that_is_exchanged_for_the_first_time_is_lost_once_and_that_is_said(assert_alike, how):
+    gated = assert_alike.record(exchanging(how, (6,)), ten_steps, ["one:output", "two:output"], gated=True)
+    plain = assert_alike.record(exchanging(how, (6,)), ten_steps, ["one:output", "two:output"], gated=False)
+    (lost,) = gated.account.dropped
+    assert (lost.point, lost.count) == ("one:output", 1)
+    kept = [row in gated.rows for row in plain.rows]
+    assert kept.count(False) == 1
+    values = [value for value, there in zip(plain.values, kept, strict=True) if there]
+    for mine, other in zip(gated.values, values, strict=True):
+        assert_same(mine, other, "what is left")
+
+
+@pytest.mark.filterwarnings("ignore:.*functionalize.*")
+@WAYS
+def test_what_lies_nowhere_does_not_pass_and_is_said_to_be_no_tensor_of_ours(assert_alike, taps, options):
+    def run(model, here):
+        made = [model(X + step) for step in range(STEPS)]
+        made.append(torch.func.functionalize(lambda x: model(x))(X))
+        return [*made, model(X)]
+
+    assert_alike(breaking, run, taps, **options)
+
+
+@pytest.mark.parametrize("keep", ["tensor", "summary"])
+@pytest.mark.parametrize(
+    ("first", "then"), [(torch.uint8, torch.uint4), (torch.int8, torch.int4), (torch.uint8, torch.bool)], ids=str
+)
+def test_dtypes_of_one_width_are_told_apart(assert_alike, first, then, keep):
+    def values(number, x):
+        return (x.abs() * 9).to(torch.uint8).view(first if number < 6 or number % 2 else then)
+
+    def run(model, here):
+        with torch.no_grad():
+            return [model(X.repeat(4, 1) + step) for step in range(12)]
+
+    assert_alike(telling(values), run, ["**:output"], keep=keep)
 
 
 @WAYS
