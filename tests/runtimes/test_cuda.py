@@ -626,4 +626,4 @@ def test_small_tensors_pass_from_the_first_steps_of_a_process_on(keep):
     code = IN_A_NEW_PROCESS.replace("KEEP", repr(keep))
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
-    assert said.stdout.split(": ")[-1].strip() in ("0", "1"), said.stdout
+    assert int(said.stdout.split(": ")[-1]) <= 2, said.stdout  # one is the trial, in one the hooks learn
