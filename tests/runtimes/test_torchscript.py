@@ -158,7 +158,7 @@ def test_a_module_that_has_run_already_is_recorded_and_runs_on_as_before(branche
     assert len(seen(module, ["first.lin"], x, 2).records) == 1
     assert str(module.graph) == graph
     assert_same_bits(module(x, 2), source(x, 2))
-    assert "layerscope" not in str(module.inlined_graph)
+    assert "layerscope::" not in str(module.inlined_graph)  # the operation that tells; a folder may be called so too
 
 
 def test_gradients_flow_as_without_a_recording(branches):
