@@ -10,9 +10,9 @@ static int is_on_stream(Basket *basket)
     unsigned long long stream;
     if (basket->direct) {
         void *current;
-        if (torch_says->current_work_stream(kDLCUDA, basket->device, &current) != 0) return 0;
+        if (torch_says->current_work_stream(kDLCUDA, basket->place, &current) != 0) return 0;
         stream = (unsigned long long)(uintptr_t)current;
-    } else if (!is_address(PyObject_CallOneArg(basket->current_stream, basket->place), &stream)) {
+    } else if (!is_address(PyObject_CallFunction(basket->current_stream, "i", basket->place), &stream)) {
         return 0;
     }
     if (stream != basket->stream) return 0;
@@ -50,20 +50,26 @@ static Held *made(Pass *pass, PyObject *tensor, Lying lying)
     return held;
 }
 
+static int is_unchanged(Held *held, long long version, Lying lying)
+{
+    return version == held->version && lying.address == held->lying.address && lying.layout == held->lying.layout;
+}
+
+static int is_twin(Held *other, Held *mine) /* of the same tensor */
+{
+    return is_unchanged(other, mine->version, mine->lying) && other->pass->kind == mine->pass->kind;
+}
+
 /* Return the one that waits already for the same tensor, or did, unchanged since. */
 static Held *twin_of(Basket *basket, Held *mine)
 {
     for (int i = 0; i < RECENT; i++) {
         Held *other = basket->recent[i];
-        if (basket->tensors[i] == mine->tensor && other->tensor == mine->tensor && other->version == mine->version &&
-            other->pass->kind == mine->pass->kind)
-            return other;
+        if (basket->tensors[i] == mine->tensor && other->tensor == mine->tensor && is_twin(other, mine)) return other;
     }
     for (int i = 0; i < TAKEN && basket->taken[i].held != NULL; i++) {
         Held *other = basket->taken[i].held;
-        if (refers_to(basket->taken[i].tensor, mine->tensor) && other->version == mine->version &&
-            other->pass->kind == mine->pass->kind)
-            return other;
+        if (refers_to(basket->taken[i].tensor, mine->tensor) && is_twin(other, mine)) return other;
     }
     return NULL;
 }
@@ -163,15 +169,12 @@ static PyObject *moment_of(Basket *basket, PyObject *number)
 static int Basket_init(Basket *self, PyObject *args, PyObject *given)
 {
     static char *names[] = {"place", "keep", "rest", "most", "current_stream", "is_capturing", NULL};
-    PyObject *place, *keep, *rest, *current_stream, *is_capturing;
+    PyObject *keep, *rest, *current_stream, *is_capturing;
     if (tensor_type == NULL) return PyErr_SetString(PyExc_RuntimeError, "`prepare` comes first"), -1;
-    if (!PyArg_ParseTupleAndKeywords(args, given, "O!OOnOO", names, &PyLong_Type, &place, &keep, &rest, &self->most,
+    if (!PyArg_ParseTupleAndKeywords(args, given, "iOOnOO", names, &self->place, &keep, &rest, &self->most,
                                      &current_stream, &is_capturing))
         return -1;
-    self->device = (int)PyLong_AsLong(place);
-    if (PyErr_Occurred()) return -1;
     self->direct = current_stream == raw_stream && current_stream != Py_None;
-    Py_XSETREF(self->place, Py_NewRef(place));
     Py_XSETREF(self->keep, Py_NewRef(keep));
     Py_XSETREF(self->rest, Py_NewRef(rest));
     Py_XSETREF(self->current_stream, Py_NewRef(current_stream));
@@ -213,7 +216,6 @@ static int Basket_clear(Basket *self)
 {
     shut(self);
     for (int i = 0; i < WAYS; i++) Py_CLEAR(self->ways[i]);
-    Py_CLEAR(self->place);
     Py_CLEAR(self->keep);
     Py_CLEAR(self->rest);
     Py_CLEAR(self->current_stream);

@@ -43,14 +43,15 @@ static int match(PyObject *expected, PyObject *value, Part *parts, int *count)
     return 1;
 }
 
-static PyObject *Gate_begin(PyObject *, PyObject *const *, size_t, PyObject *);
-static PyObject *Gate_finish(PyObject *, PyObject *const *, size_t, PyObject *);
-static PyObject *Gate_end(PyObject *, PyObject *const *, size_t, PyObject *);
+static int begins(Gate *, PyObject *const *), finishes(Gate *, PyObject *const *), ends(Gate *, PyObject *const *);
 
-static const struct {
-    const char *kind;
-    vectorcallfunc call;
-} gate_calls[] = {{"begin", Gate_begin}, {"finish", Gate_finish}, {"end", Gate_end}};
+static const struct Kind {
+    const char *name;
+    int (*passes)(Gate *, PyObject *const *); /* whether a usual call does: 0 if not, -1 if it could not be finished */
+    Py_ssize_t given;                         /* to the hook: module, args, kwargs, and the value at the end */
+} kinds[] = {{"begin", begins, 3}, {"finish", finishes, 4}, {"end", ends, 4}};
+
+static PyObject *Gate_call(PyObject *, PyObject *const *, size_t, PyObject *);
 
 static int Gate_init(Gate *self, PyObject *args, PyObject *given)
 {
@@ -60,9 +61,10 @@ static int Gate_init(Gate *self, PyObject *args, PyObject *given)
     if (!PyArg_ParseTupleAndKeywords(args, given, "O!sOOOO", names, &BasketType, &basket, &kind, &hook, &module, &name,
                                      &local))
         return -1;
-    for (size_t i = 0; i < sizeof gate_calls / sizeof *gate_calls; i++)
-        if (strcmp(kind, gate_calls[i].kind) == 0) self->call = gate_calls[i].call;
-    if (self->call == NULL) return PyErr_Format(PyExc_ValueError, "there is no gate called %s", kind), -1;
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
+        if (strcmp(kind, kinds[i].name) == 0) self->kind = &kinds[i];
+    if (self->kind == NULL) return PyErr_Format(PyExc_ValueError, "there is no gate called %s", kind), -1;
+    self->call = Gate_call;
     Py_XSETREF(self->hook, Py_NewRef(hook));
     Py_XSETREF(self->basket, (Basket *)Py_NewRef(basket));
     Py_XSETREF(self->module, Py_NewRef(module));
@@ -215,29 +217,25 @@ static PyObject *failed(Gate *self)
     return said;
 }
 
-/* Call the hook, where a call has not passed: 0, or -1 if it did so halfway. */
-static PyObject *answer(Gate *self, int passed, PyObject *const *given, size_t many, PyObject *names)
+static PyObject *Gate_call(PyObject *self, PyObject *const *given, size_t many, PyObject *names)
 {
-    if (passed == 1 || self->hook == NULL) Py_RETURN_NONE; /* it has none in the middle of being collected */
-    if (passed == -1 && PyErr_Occurred()) return failed(self);
+    Gate *gate = (Gate *)self;
+    int usual = names == NULL && PyVectorcall_NARGS(many) == gate->kind->given && given[0] == gate->module;
+    int passed = usual && is_passable(gate) ? gate->kind->passes(gate, given) : 0;
+    if (passed == 1 || gate->hook == NULL) Py_RETURN_NONE; /* it has none in the middle of being collected */
+    if (passed == -1 && PyErr_Occurred()) return failed(gate);
     if (!forgiven()) return NULL;
-    if (!passed) tell_number(self);
-    return forgiven() ? PyObject_Vectorcall(self->hook, given, many, names) : NULL;
+    if (!passed) tell_number(gate);
+    return forgiven() ? PyObject_Vectorcall(gate->hook, given, many, names) : NULL;
 }
 
-static int has(size_t many, PyObject *names, Py_ssize_t wanted)
-{
-    return names == NULL && PyVectorcall_NARGS(many) == wanted;
-}
-
-static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs)
+static int begins(Gate *self, PyObject *const *given)
 {
     Part parts[PARTS];
     int count = 0;
-    if (module != self->module || !is_passable(self)) return 0;
     if (!self->blind) {
         if (self->args == NULL || self->kwargs == NULL) return 0;
-        if (!match(self->args, args, parts, &count) || !match(self->kwargs, kwargs, parts, &count))
+        if (!match(self->args, given[1], parts, &count) || !match(self->kwargs, given[2], parts, &count))
             return forget(parts, count), 0;
     }
     PyObject *calls = calls_of(self, 1), *frame = NULL, *step = NULL, *number = NULL, *call = NULL;
@@ -257,23 +255,16 @@ static int begin(Gate *self, PyObject *module, PyObject *args, PyObject *kwargs)
     return passed;
 }
 
-static PyObject *Gate_begin(PyObject *self, PyObject *const *given, size_t many, PyObject *names)
-{
-    Gate *gate = (Gate *)self;
-    int passed = has(many, names, 3) ? begin(gate, given[0], given[1], given[2]) : 0;
-    return answer(gate, passed, given, many, names);
-}
-
-static int finish(Gate *self, PyObject *module, PyObject *value)
+static int finishes(Gate *self, PyObject *const *given)
 {
     Part parts[PARTS];
     int count = 0;
-    if (module != self->module || value == Py_None || !is_passable(self)) return 0;
+    if (given[3] == Py_None) return 0;   /* it may have raised */
     PyObject *calls = calls_of(self, 2); /* the outermost is for the hook: with it the step ends */
     if (calls == NULL || PyTuple_GET_ITEM(innermost(calls), 0) != self->name ||
         PyTuple_GET_ITEM(innermost(calls), 4) != Py_None || !is_frame(PyTuple_GET_ITEM(innermost(calls), 3), 0))
         return 0;
-    if (!self->blind && (self->value == NULL || !match(self->value, value, parts, &count)))
+    if (!self->blind && (self->value == NULL || !match(self->value, given[3], parts, &count)))
         return forget(parts, count), 0;
     int passed = 0;
     if (ready(self, parts, count)) {
@@ -287,18 +278,12 @@ static int finish(Gate *self, PyObject *module, PyObject *value)
     return passed;
 }
 
-static PyObject *Gate_finish(PyObject *self, PyObject *const *given, size_t many, PyObject *names)
-{
-    Gate *gate = (Gate *)self;
-    return answer(gate, has(many, names, 4) ? finish(gate, given[0], given[3]) : 0, given, many, names);
-}
-
-static int end(Gate *self, PyObject *module, PyObject *value)
+static int ends(Gate *self, PyObject *const *given)
 {
     Part parts[PARTS];
     int count = 0;
-    if (module != self->module || value == Py_None || !is_passable(self)) return 0;
-    if (self->value == NULL || !match(self->value, value, parts, &count)) return forget(parts, count), 0;
+    if (given[3] == Py_None) return 0;
+    if (self->value == NULL || !match(self->value, given[3], parts, &count)) return forget(parts, count), 0;
     PyObject *calls = calls_of(self, 1), *number = NULL;
     int passed = 0;
     if (calls != NULL && is_inside(self, calls) && ready(self, parts, count) && (number = next_number(self)) != NULL)
@@ -306,12 +291,6 @@ static int end(Gate *self, PyObject *module, PyObject *value)
     Py_XDECREF(number);
     forget(parts, count);
     return passed;
-}
-
-static PyObject *Gate_end(PyObject *self, PyObject *const *given, size_t many, PyObject *names)
-{
-    Gate *gate = (Gate *)self;
-    return answer(gate, has(many, names, 4) ? end(gate, given[0], given[3]) : 0, given, many, names);
 }
 
 static PyObject *Gate_close(Gate *self, PyObject *none)

@@ -33,7 +33,7 @@ static int is_intact(Held *self, DLTensor *how)
     Lying now;
     long long version = number_of(PyObject_GetAttr(self->tensor, s_version));
     if (PyErr_Occurred() || !lies(self->tensor, how, &now)) return PyErr_Occurred() ? -1 : 0;
-    return version == self->version && now.address == self->lying.address && now.layout == self->lying.layout;
+    return is_unchanged(self, version, now);
 }
 
 static int is_shaped(Held *self, const DLTensor *how)
@@ -329,7 +329,7 @@ static PyObject *sweep(Basket *basket)
     if (basket->held == NULL || !PyList_GET_SIZE(basket->held)) Py_RETURN_NONE;
     PyObject *held = emptied(basket);
     if (held == NULL) return NULL;
-    PyObject *sorted = sort(held, basket->device), *key, *group;
+    PyObject *sorted = sort(held, basket->place), *key, *group;
     int fine = sorted != NULL;
     int here = fine && basket->ways[0] != NULL && is_on_stream(basket);
     fine = fine && forgiven(); /* whoever takes the rest meets any error but an interrupt again, and says so */

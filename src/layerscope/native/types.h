@@ -73,14 +73,14 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *place, *current_stream, *is_capturing, *keep, *rest;
+    PyObject *current_stream, *is_capturing, *keep, *rest;
     PyObject *held;                              /* a list */
     PyObject *step, *calls, *moments, *requests; /* of the step under way; NULL between two */
     PyObject *under_way, *moment;                /* the thread's calls, and the moment of a first call, once known */
     struct Way *ways[WAYS];
     unsigned long thread;
     unsigned long long stream;
-    int device;                      /* the place, as a number */
+    int place;                       /* of the device */
     int direct;                      /* whether torch is asked for the current stream without a word of Python */
     long long number;                /* of the step */
     int alone, barred;               /* whether the step ends with this forward; whether nothing passes */
@@ -130,9 +130,10 @@ typedef struct Held {
     Lying lying;
 } Held;
 
-typedef struct {
+typedef struct Gate {
     PyObject_HEAD
     vectorcallfunc call;
+    const struct Kind *kind; /* of what is seen of a call */
     PyObject *hook;
     Basket *basket;
     PyObject *module, *name, *local;

@@ -202,11 +202,9 @@ class Gathering:
 
     def begin(self, step: Any) -> None:
         """Begin a step, and judge the points whose trial is over; None is a step in which nothing may wait."""
-        here = get_ident()
-        if self._thread != here:
-            if self._thread is not None:
-                return
-            self._thread = here
+        if not self.is_mine:
+            return
+        self._thread = get_ident()
         if self.basket.bytes or self._doubts:
             self._leave_nothing()
         self._step += 1
@@ -268,7 +266,7 @@ class Gathering:
 
     def end(self) -> None:
         """Take what was held back, and once more what is in doubt."""
-        if self._thread != get_ident():
+        if not self.is_mine:
             return
         self.basket.shut()
         self.flush()

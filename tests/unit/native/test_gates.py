@@ -293,6 +293,18 @@ def test_a_tensor_is_known_again_after_all_was_taken_in_the_middle_of_its_step()
     assert third.twin is None
 
 
+def test_a_tensor_whose_data_was_exchanged_is_not_known_again():
+    bench = Bench()
+    leave, taken, waiting = bench.leave(4), bits(4), bits(4)
+    bench.hold(leave, taken)
+    bench.sweep()
+    bench.hold(leave, waiting)
+
+    taken.data, waiting.data = bits(4) + 1, waiting.data.view(2, 2)
+
+    assert [one.twin for one in bench.hold(leave, taken, waiting)] == [None, None]
+
+
 def test_a_tensor_is_known_again_after_fifteen_others_were_taken_each_by_itself():
     bench = Bench()
     leave, tensor = bench.leave(4), bits(4)
