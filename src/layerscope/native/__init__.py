@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.modules.module as modules
 
-__all__ = ["FILES", "load", "why_not"]
+__all__ = ["FILES", "RAISED", "load", "why_not"]
 
-FILES = ("types.h", "basket.c", "sweep.c", "gate.c", "module.c")  # in the order in which they know each other
+FILES = ("types.h", "basket.c", "sweep.c", "gate.c", "door.c", "module.c")  # in the order in which they know each other
+
+RAISED = object()  # what a hook is told behind a door, of a forward that returned nothing
+
+_KINDS = ("forward_pre", "forward", "backward_pre", "backward")  # of hooks that all modules have
 
 
 def load() -> Any | None:
@@ -54,6 +59,10 @@ def _tried() -> tuple[Any, str]:
             getattr(torch._C, "_cuda_getCurrentRawStream", None),  # a build without CUDA has none
             count,
             _called,
+            torch._C._get_tracing_state,
+            tuple(getattr(modules, f"_global_{kind}_hooks") for kind in _KINDS),
+            torch.nn.Module._wrapped_call_impl.__code__,
+            RAISED,
         )
     except Exception as error:  # no Triton, no compiler, no header, an interpreter without its lock
         return None, f"{type(error).__name__}: {error}"

@@ -125,9 +125,9 @@ static PyObject *innermost(PyObject *calls) { return PyList_GET_ITEM(calls, PyLi
 
 /* Whether the call is made by the innermost one under way: an interrupt may have ended that one without a word. A
    backward pass that repeats a call has frames of its own in between. */
-static int is_inside(Gate *self, PyObject *calls)
+static int is_inside(Gate *self, PyObject *calls, long away)
 {
-    if (!is_frame(PyTuple_GET_ITEM(innermost(calls), 3), self->away)) return 0;
+    if (!is_frame(PyTuple_GET_ITEM(innermost(calls), 3), away)) return 0;
     return self->away <= DIRECTLY || (number_of(PyObject_CallNoArgs(graph_task)) == -1 && !PyErr_Occurred());
 }
 
@@ -222,6 +222,7 @@ static PyObject *Gate_call(PyObject *self, PyObject *const *given, size_t many, 
     Gate *gate = (Gate *)self;
     int usual = names == NULL && PyVectorcall_NARGS(many) == gate->kind->given && given[0] == gate->module;
     int passed = usual && is_passable(gate) ? gate->kind->passes(gate, given) : 0;
+    gate->passes = passed == 1;
     if (passed == 1 || gate->hook == NULL) Py_RETURN_NONE; /* it has none in the middle of being collected */
     if (passed == -1 && PyErr_Occurred()) return failed(gate);
     if (!forgiven()) return NULL;
@@ -240,8 +241,9 @@ static int begins(Gate *self, PyObject *const *given)
     }
     PyObject *calls = calls_of(self, 1), *frame = NULL, *step = NULL, *number = NULL, *call = NULL;
     int passed = 0;
-    if (calls != NULL && is_inside(self, calls) && (frame = Py_XNewRef((PyObject *)PyEval_GetFrame())) != NULL &&
-        ready(self, parts, count) && (number = next_number(self)) != NULL) {
+    if (calls != NULL && is_inside(self, calls, self->away) &&
+        (frame = Py_XNewRef((PyObject *)PyEval_GetFrame())) != NULL && ready(self, parts, count) &&
+        (number = next_number(self)) != NULL) {
         step = Py_XNewRef(self->basket->step);
         if (step != NULL) call = PyTuple_Pack(5, self->name, step, number, frame, Py_None);
         passed = call != NULL && PyList_Append(calls, call) == 0 ? 1 : -1;
@@ -278,7 +280,8 @@ static int finishes(Gate *self, PyObject *const *given)
     return passed;
 }
 
-static int ends(Gate *self, PyObject *const *given)
+/* See the end of a call that is so many frames away from the outer one. */
+static int end_of(Gate *self, PyObject *const *given, long away)
 {
     Part parts[PARTS];
     int count = 0;
@@ -286,12 +289,15 @@ static int ends(Gate *self, PyObject *const *given)
     if (self->value == NULL || !match(self->value, given[3], parts, &count)) return forget(parts, count), 0;
     PyObject *calls = calls_of(self, 1), *number = NULL;
     int passed = 0;
-    if (calls != NULL && is_inside(self, calls) && ready(self, parts, count) && (number = next_number(self)) != NULL)
+    if (calls != NULL && is_inside(self, calls, away) && ready(self, parts, count) &&
+        (number = next_number(self)) != NULL)
         passed = hold_all(self, parts, count, number);
     Py_XDECREF(number);
     forget(parts, count);
     return passed;
 }
+
+static int ends(Gate *self, PyObject *const *given) { return end_of(self, given, self->away); }
 
 static PyObject *Gate_close(Gate *self, PyObject *none)
 {
@@ -310,7 +316,10 @@ static PyObject *Gate_reduce(Gate *self, PyObject *none)
     return PyObject_CallMethodNoArgs(self->hook, s_reduce);
 }
 
+static PyObject *Gate_door(Gate *, PyObject *);
+
 static PyMethodDef Gate_methods[] = {
+    {"door", (PyCFunction)Gate_door, METH_NOARGS, "Return what torch may call in the module's place."},
     {"close", (PyCFunction)Gate_close, METH_NOARGS, "Let nothing pass any more."},
     {"__deepcopy__", (PyCFunction)Gate_deepcopy, METH_O, "Be copied as the hook is."},
     {"__reduce__", (PyCFunction)Gate_reduce, METH_NOARGS, "Be pickled as the hook is."},

@@ -11,6 +11,7 @@ DEALLOC(Basket)
 DEALLOC(Pass)
 DEALLOC(Held)
 DEALLOC(Gate)
+DEALLOC(Door)
 DEALLOC(Way)
 
 /* Made whole, or not at all, and once: `__new__` by itself leaves none half made, a second `__init__` changes nothing.
@@ -43,12 +44,16 @@ TYPE(Pass, "What is known of one point.", 0, MADE(Pass));
 TYPE(Held, "A tensor that waits.", 0, .tp_new = NULL);
 TYPE(Gate, "What torch calls in a hook's place: it lets the usual calls pass.", Py_TPFLAGS_HAVE_VECTORCALL, MADE(Gate),
      .tp_call = PyVectorcall_Call, .tp_vectorcall_offset = offsetof(Gate, call));
+TYPE(Door, "What torch calls in a module's place, where a gate is its only hook.", 0, .tp_methods = Door_methods,
+     .tp_call = (ternaryfunc)Door_call, .tp_as_number = &Door_number);
 TYPE(Way, "How all of one kind and dtype are taken in one launch.", 0, MADE(Way));
 
 static PyObject *prepare(PyObject *module, PyObject *args)
 {
-    PyObject *tensor, *exchange, *task, *modes, *stream, *count, *spelt;
-    if (!PyArg_ParseTuple(args, "OOOOOOO", &tensor, &exchange, &task, &modes, &stream, &count, &spelt)) return NULL;
+    PyObject *tensor, *exchange, *task, *modes, *stream, *count, *spelt, *tracing, *hooks, *code, *raised;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOO!OO", &tensor, &exchange, &task, &modes, &stream, &count, &spelt, &tracing,
+                          &PyTuple_Type, &hooks, &code, &raised))
+        return NULL;
     const DLPackExchangeAPI *known = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
     if (known == NULL) return NULL;
     if (known->header.version.major != DLPACK_MAJOR_VERSION || known->dltensor_from_py_object_no_sync == NULL)
@@ -62,13 +67,18 @@ static PyObject *prepare(PyObject *module, PyObject *args)
     Py_XSETREF(has_modes, Py_NewRef(modes));
     Py_XSETREF(raw_stream, Py_NewRef(stream));
     Py_XSETREF(count_type, Py_NewRef(count));
+    Py_XSETREF(tracing_state, Py_NewRef(tracing));
+    Py_XSETREF(global_hooks, Py_NewRef(hooks));
+    Py_XSETREF(call_code, Py_NewRef(code));
+    Py_XSETREF(hook_raised, Py_NewRef(raised));
     Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
     {"prepare", prepare, METH_VARARGS,
      "Tell what torch and Python call a tensor, its exchange with others, a backward pass, modes, the current "
-     "stream and a counter, and what a gate does, in Python."},
+     "stream and a counter, and what a gate does, in Python; for doors, what a trace is, the hooks of all modules, "
+     "the code that calls a module, and what stands for the value of one that raised."},
     {"sorted", sorted, METH_VARARGS,
      "Sort what waits: by (kind, dtype) where it lies plainly on a device, odd, changed."},
     {"room_for", room_for, METH_VARARGS,
@@ -86,13 +96,30 @@ PyMODINIT_FUNC PyInit_layerscope_gates(void)
     static const struct {
         PyObject **to;
         const char *name;
-    } names[] = {{&s_calls, "calls"},       {&s_version, "_version"}, {&s_at, "at"},
-                 {&s_moments, "moments"},   {&s_is_neg, "is_neg"},    {&s_dtype, "dtype"},
-                 {&s_requests, "requests"}, {&s_page, "page"},        {&s_aboard, "aboard"},
-                 {&s_over, "over"},         {&s_table, "table"},      {&s_acquire, "acquire"},
-                 {&s_release, "release"},   {&s_failed, "failed"},    {&s_deepcopy, "__deepcopy__"},
-                 {&s_reduce, "__reduce__"}};
-    static PyTypeObject *const types[] = {&BasketType, &PassType, &HeldType, &GateType, &WayType};
+    } names[] = {{&s_calls, "calls"},
+                 {&s_version, "_version"},
+                 {&s_at, "at"},
+                 {&s_moments, "moments"},
+                 {&s_is_neg, "is_neg"},
+                 {&s_dtype, "dtype"},
+                 {&s_requests, "requests"},
+                 {&s_page, "page"},
+                 {&s_aboard, "aboard"},
+                 {&s_over, "over"},
+                 {&s_table, "table"},
+                 {&s_acquire, "acquire"},
+                 {&s_release, "release"},
+                 {&s_failed, "failed"},
+                 {&s_deepcopy, "__deepcopy__"},
+                 {&s_reduce, "__reduce__"},
+                 {&s_late, "late"},
+                 {&s_forward, "forward"},
+                 {&s_call_impl, "_call_impl"},
+                 {&s_forward_hooks, "_forward_hooks"},
+                 {&s_forward_pre_hooks, "_forward_pre_hooks"},
+                 {&s_backward_hooks, "_backward_hooks"},
+                 {&s_backward_pre_hooks, "_backward_pre_hooks"}};
+    static PyTypeObject *const types[] = {&BasketType, &PassType, &HeldType, &GateType, &DoorType, &WayType};
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)

@@ -9,6 +9,7 @@
        Held    a tensor that waits (sweep.c)
        Way     how all that waits, of one kind and dtype, is taken in one launch (sweep.c)
        Gate    what torch calls in a hook's place: the passes of the tensors that its value is made of (gate.c)
+       Door    what torch calls in a module's place, where such a gate is all that it has (door.c)
 
    A gate leaves everything as it was at anything it has not seen before, and calls the hook: its Python knows what to
    do. How a tensor lies is asked by DLPack's exchange of functions in C, which torch has for this. Nothing here calls
@@ -36,8 +37,10 @@
 
 #if PY_VERSION_HEX >= 0x030D0000
 #define FRAME(thread) ((thread)->current_frame)
+#define CODE(frame) ((frame)->f_executable)
 #elif PY_VERSION_HEX >= 0x030B0000
 #define FRAME(thread) ((thread)->cframe->current_frame)
+#define CODE(frame) ((PyObject *)(frame)->f_code)
 #endif
 
 #if PY_VERSION_HEX >= 0x030D0000
@@ -57,13 +60,16 @@ static int refers_to(PyObject *weak, PyObject *object)
 #define RECENT 8   /* tensors that are looked through for one that waits already */
 #define TAKEN 16   /* and, in the middle of a step, for one that was taken already */
 #define DIRECTLY 4 /* frames from torch's own to the one of the outer call, where nothing is in between */
+#define TORCHS 2   /* frames of torch's own between a module that is called and a hook that is: a door has none */
 #define WAYS 8
 
 /* What `prepare` was given. */
-static PyObject *tensor_type, *graph_task, *has_modes, *count_type, *raw_stream;
+static PyObject *tensor_type, *graph_task, *has_modes, *count_type, *raw_stream, *tracing_state, *global_hooks,
+    *call_code, *hook_raised;
 static const DLPackExchangeAPI *torch_says;
 static PyObject *s_calls, *s_version, *s_at, *s_moments, *s_is_neg, *s_dtype, *s_requests, *s_page, *s_aboard, *s_over,
-    *s_table, *s_acquire, *s_release, *s_failed, *s_deepcopy, *s_reduce;
+    *s_table, *s_acquire, *s_release, *s_failed, *s_deepcopy, *s_reduce, *s_late, *s_forward, *s_call_impl,
+    *s_forward_hooks, *s_forward_pre_hooks, *s_backward_hooks, *s_backward_pre_hooks;
 
 /* How a tensor lies: how many items, where, and as what they are seen (dtype, shape and strides in one number). */
 typedef struct {
@@ -140,6 +146,7 @@ typedef struct Gate {
     PyObject *value, *args, *kwargs; /* what is expected: see `match` */
     int blind;                       /* whether calls pass by, and nothing of them is wanted */
     int closed;                      /* whether nothing passes any more */
+    int passes;                      /* whether the last call did */
     long away;                       /* frames from torch's own to the one that makes the outer call */
     long long step, counted; /* the last one that calls passed in, and how many nobody but the gate has counted */
 } Gate;

@@ -13,12 +13,25 @@ from weakref import WeakValueDictionary
 import torch
 from torch.autograd.graph import Node
 
+from layerscope.native import RAISED
 from layerscope.points import Leaf
 from layerscope.runtimes.sink import Step
 
-__all__ = ["Call", "Calls", "Local", "Special", "has_raised", "modules_running", "runs_of"]
+__all__ = [
+    "Call",
+    "Calls",
+    "Local",
+    "Special",
+    "frames_to",
+    "has_raised",
+    "may_have_door",
+    "modules_running",
+    "runs_of",
+]
 
-_CALL_OF_A_MODULE = torch.nn.Module._call_impl.__code__
+_Module = torch.nn.Module
+_CALL_OF_A_MODULE = _Module._call_impl.__code__
+_AROUND_IT = _Module._wrapped_call_impl.__code__  # a door is called there, and runs the hooks
 
 
 class Special(NamedTuple):
@@ -68,19 +81,43 @@ class Local(threading.local):
 
 def modules_running() -> Iterator[torch.nn.Module]:
     """Return the modules whose calls are under way on this thread, watched or not, the innermost first."""
-    return (frame.f_locals["self"] for frame in _stack() if frame.f_code is _CALL_OF_A_MODULE)
+    return (module for module, _ in _under_way())
 
 
 def runs_of(module: torch.nn.Module) -> list[FrameType]:
     """Return the frames that make the calls of a module which are under way on this thread, the outermost first."""
-    frames = pairwise(_stack())
-    found = [made for made, by in frames if by.f_code is _CALL_OF_A_MODULE and by.f_locals["self"] is module]
-    return found[::-1]
+    return [frame for called, frame in _under_way() if called is module][::-1]
+
+
+def may_have_door(module: torch.nn.Module) -> bool:
+    """Tell whether torch's way around the forward of a module is its own, and one that a door can stand for."""
+    own = type(module)._call_impl is _Module._call_impl and "_call_impl" not in module.__dict__
+    return own and not module._compiled_call_impl  # a door is False: nothing was compiled
 
 
 def has_raised(frame: FrameType, value: object) -> bool:
     """Tell whether the frame that runs a hook with this value does so because the module's forward raised."""
-    return value is None and frame.f_code is _CALL_OF_A_MODULE
+    return value is RAISED or (value is None and frame.f_code is _CALL_OF_A_MODULE)
+
+
+def frames_to(outer: FrameType, frame: FrameType) -> int:
+    """Count the frames from a hook that `frame` runs to one further out, as if there were no door."""
+    frames = 3 if frame.f_code is _AROUND_IT else 1
+    here: FrameType | None = frame
+    while here is not None and here is not outer:
+        here, frames = here.f_back, frames + 1
+    return frames
+
+
+def _under_way() -> Iterator[tuple[torch.nn.Module, FrameType]]:
+    """Walk this thread's calls of modules and the frames that make them: behind a door, that is torch's outermost."""
+    for inner, frame in pairwise(_stack()):
+        if frame.f_code is _CALL_OF_A_MODULE:
+            yield frame.f_locals["self"], inner
+        elif frame.f_code is _AROUND_IT and inner.f_code is not _CALL_OF_A_MODULE:
+            module = frame.f_locals["self"]
+            if may_have_door(module):
+                yield module, frame
 
 
 def _stack() -> Iterator[FrameType]:

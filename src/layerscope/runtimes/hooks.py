@@ -15,17 +15,20 @@ call; any other goes through the watcher, which also knows when the hooks are to
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.modules.module as everywhere
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
+from layerscope.native import RAISED
 from layerscope.points import Leaf, Point, Side
-from layerscope.runtimes.calls import Special, has_raised
+from layerscope.runtimes.calls import Special, has_raised, may_have_door
 from layerscope.runtimes.gradients import next_node, sources
 from layerscope.runtimes.sink import Step
 from layerscope.runtimes.values import argument_leaves, describe, leaves, made_of
@@ -40,6 +43,7 @@ __all__ = ["After", "Before", "End", "Hook", "Pair"]
 _SILENT = nullcontext().__exit__
 
 _Tensor = torch.Tensor
+_PLACE = "_compiled_call_impl"  # what torch calls in the place of a module's `_call_impl`, where there is something
 _frame_at = sys._getframe
 _graph_task = torch._C._current_graph_task_id
 _GRADED: frozenset[Side] = frozenset(("grad_input", "grad_output"))
@@ -61,6 +65,7 @@ class Pair:
         self._before = None if ends else Before(watcher, module, name, sides, "input")
         self._after = (End if ends else After)(watcher, module, name, sides, "output")
         self._handles: list[RemovableHandle] = []
+        self._door = self._after.door() if isinstance(self._after, End) else None
 
     @property
     def is_alone(self) -> bool:
@@ -71,6 +76,8 @@ class Pair:
     def on(self) -> None:
         """Have the hooks called: after those that were there at first, before those that came since."""
         module, before, after = self.module, self._before, self._after
+        if self._door is not None and may_have_door(module):
+            module.__dict__.setdefault(_PLACE, self._door)
         if not self._handles:
             if before is not None:
                 self._handles.append(module.register_forward_pre_hook(before.called, with_kwargs=True))
@@ -87,8 +94,14 @@ class Pair:
     def off(self) -> None:
         """Leave nothing of the hooks on the module."""
         self.rested = True
+        self._take_door()
         for handle in self._handles:
             handle.remove()
+
+    def _take_door(self) -> None:
+        own = self.module.__dict__
+        if self._door is not None and own.get(_PLACE) is self._door:
+            del own[_PLACE]
 
     def shut(self) -> None:
         """Have nothing pass by the hooks any more."""
@@ -103,6 +116,8 @@ class Pair:
             self._before = Before(after.watcher, self.module, self.name, after.sides, "input")
             after.begins = True
             after.shut()
+            self._take_door()
+            self._door = None
             self._handles.insert(0, self.module.register_forward_pre_hook(self._before.called, with_kwargs=True))
 
 
@@ -314,6 +329,42 @@ class End(Hook):
                 self.learn(value, {(): self.seen(step, self.only, value, call=next(step.calls[self.name]))})
             else:
                 self.look(step, _frame_at(1), value)
+        except Exception as error:
+            self.failed(error)
+
+    def door(self) -> Any | None:
+        """Return what torch may call in the module's place, where there is a gate."""
+        return None if self.gate is None else self.gate.door()
+
+    def late(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
+        """Run the hooks that torch would, now that a door's forward is over; return what they make of the value.
+
+        It is RAISED where the forward raised: then those are called that always are, as torch calls them.
+        """
+        frame, raised = _frame_at(1), value is RAISED
+        always = {*module._forward_hooks_always_called, *everywhere._global_forward_hooks_always_called}
+        with_kwargs = {*module._forward_hooks_with_kwargs, *everywhere._global_forward_hooks_with_kwargs}
+        for key, hook in (*everywhere._global_forward_hooks.items(), *module._forward_hooks.items()):
+            if getattr(hook, "hook", hook) is self:
+                self._ended(frame, value)
+            elif not raised or key in always:
+                named = (kwargs,) if key in with_kwargs else ()
+                try:
+                    made = hook(module, args, *named, None if raised else value)
+                except Exception as error:
+                    if not raised:
+                        raise
+                    warnings.warn(f"a hook raised after the forward of {self.name} had: {error}", stacklevel=2)
+                else:
+                    value = value if raised or made is None else made
+        return value
+
+    def _ended(self, frame: FrameType, value: object) -> None:
+        """See the end of a call, however it was made."""
+        watcher = self.watcher
+        try:
+            if watcher.live and not (self.begins and watcher.closed(self, frame, value)):
+                watcher.ended(self, frame, value)
         except Exception as error:
             self.failed(error)
 

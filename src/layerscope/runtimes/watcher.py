@@ -26,7 +26,7 @@ import torch
 from torch.compiler import is_compiling
 
 from layerscope.points import Moment, Side
-from layerscope.runtimes.calls import Call, Calls, Local, Special, has_raised, modules_running, runs_of
+from layerscope.runtimes.calls import Call, Calls, Local, Special, frames_to, has_raised, modules_running, runs_of
 from layerscope.runtimes.gradients import Regions, follow_inputs, follow_outputs
 from layerscope.runtimes.hooks import After, Before, End, Pair
 from layerscope.runtimes.sink import Sink, Step
@@ -109,7 +109,7 @@ class Watcher:
         if outer is None:
             outer = self.local.innermost()
             if outer is not None:
-                hook.is_away(1 + _distance(frame, outer[3]))
+                hook.is_away(frames_to(outer[3], frame))
         if outer is not None:
             step = outer[1]
             if step.idle:
@@ -200,7 +200,7 @@ class Watcher:
             self._begun(step)
         else:
             step = outer[1]
-            hook.is_away(1 + _distance(frame, outer[3]))
+            hook.is_away(frames_to(outer[3], frame))
         if outer is not None and step.idle:
             self.is_inside(hook.name)
             return
@@ -258,12 +258,3 @@ def _at_fork() -> None:
 def _close_all() -> None:
     for watcher in list(_WATCHERS):
         watcher.close_in_child()
-
-
-def _distance(inner: FrameType, outer: FrameType) -> int:
-    """Count the frames from one to another that is further out."""
-    frames = 0
-    here: FrameType | None = inner
-    while here is not None and here is not outer:
-        here, frames = here.f_back, frames + 1
-    return frames

@@ -1,0 +1,165 @@
+/* The door: what torch calls in a module's place, where a gate at its end is the only hook there is.
+
+   Around a module with a hook, torch goes a way in Python that takes longer than the gate. Where a call will most
+   likely pass, the door has the forward called by itself and looks at what came of it. Every other call goes torch's
+   way. */
+
+typedef struct {
+    PyObject_HEAD
+    Gate *gate;
+} Door;
+
+static PyTypeObject DoorType;
+
+static PyObject *Gate_door(Gate *self, PyObject *none)
+{
+    if (self->kind->passes != ends)
+        return PyErr_Format(PyExc_ValueError, "only a gate that sees calls end by itself has a door, not %s",
+                            self->kind->name);
+    Door *door = (Door *)DoorType.tp_alloc(&DoorType, 0);
+    if (door != NULL) door->gate = (Gate *)Py_NewRef((PyObject *)self);
+    return (PyObject *)door;
+}
+
+static int Door_traverse(Door *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->gate);
+    return 0;
+}
+
+static int Door_clear(Door *self)
+{
+    Py_CLEAR(self->gate);
+    return 0;
+}
+
+/* Return the module that is called, borrowed from torch's frame; NULL if that is not who calls. It need not be the one
+   that the door was made for: what was copied of that, such as `DataParallel`'s replicas, has the same door. */
+static PyObject *called_module(void)
+{
+#if PY_VERSION_HEX >= 0x030B0000
+    struct _PyInterpreterFrame *here = FRAME(PyThreadState_Get());
+    while (here != NULL && _PyFrame_IsIncomplete(here)) here = here->previous;
+    return here != NULL && CODE(here) == call_code ? here->localsplus[0] : NULL;
+#else
+    PyFrameObject *here = PyThreadState_Get()->frame;
+    return here != NULL && (PyObject *)here->f_code == call_code ? here->f_localsplus[0] : NULL;
+#endif
+}
+
+static Py_ssize_t size_of(PyObject *own,
+                          PyObject *name) /* of a dict among a module's own attributes; -1 if there is none */
+{
+    PyObject *found = PyDict_GetItemWithError(own, name);
+    return found != NULL && PyDict_Check(found) ? PyDict_GET_SIZE(found) : -1;
+}
+
+/* Whether the gate is all that torch would call around a forward. */
+static int is_only_hook(Gate *gate)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(global_hooks); i++)
+        if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, i))) return 0;
+    PyObject *own = PyObject_GenericGetDict(gate->module, NULL), *key, *hook = NULL;
+    if (own == NULL) return 0;
+    Py_ssize_t at = 0;
+    if (size_of(own, s_forward_hooks) == 1 && !size_of(own, s_forward_pre_hooks) && !size_of(own, s_backward_hooks) &&
+        !size_of(own, s_backward_pre_hooks))
+        PyDict_Next(PyDict_GetItemWithError(own, s_forward_hooks), &at, &key, &hook);
+    Py_DECREF(own);
+    return hook == (PyObject *)gate;
+}
+
+static int is_traced(void)
+{
+    PyObject *state = PyObject_CallNoArgs(tracing_state);
+    Py_XDECREF(state);
+    return state != Py_None; /* which lives for ever */
+}
+
+/* Whether a call that begins now will most likely pass. */
+static int is_likely(Gate *gate)
+{
+    return gate->passes && !gate->closed && is_open(gate->basket) && is_only_hook(gate) && !is_traced();
+}
+
+/* Have the hooks called that torch would call now; `value` is NULL, with an error set, if the forward raised. */
+static PyObject *late(Gate *gate, PyObject *args, PyObject *kwargs, PyObject *value)
+{
+    PyObject *kind = NULL, *error = NULL, *trace = NULL, *said = NULL;
+    if (value == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
+        PyErr_Fetch(&kind, &error, &trace);
+    }
+    gate->passes = 0;
+    tell_number(gate);
+    if (forgiven()) {
+        PyObject *given[] = {gate->hook, gate->module, args, kwargs, value == NULL ? hook_raised : value};
+        said = PyObject_VectorcallMethod(s_late, given, 5, NULL);
+    }
+    if (value == NULL && said != NULL) {
+        PyErr_Restore(kind, error, trace);
+        Py_CLEAR(said);
+        return NULL;
+    }
+    Py_XDECREF(kind);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+    return said;
+}
+
+/* Call the forward, and see what it returns. */
+static PyObject *go_through(Gate *gate, PyObject *args, PyObject *kwargs)
+{
+    PyObject *forward = PyObject_GetAttr(gate->module, s_forward);
+    if (forward == NULL) return NULL;
+    PyObject *value = PyObject_Call(forward, args, kwargs), *said = NULL;
+    Py_DECREF(forward);
+    PyObject *const given[] = {gate->module, args, kwargs, value};
+    int passed =
+        value != NULL && is_only_hook(gate) && is_passable(gate) ? end_of(gate, given, gate->away - TORCHS) : 0;
+    if (passed == 1) return value;
+    if (passed == -1 && PyErr_Occurred()) {
+        said = failed(gate);
+        if (said != NULL) Py_SETREF(said, Py_NewRef(value));
+    } else if (value == NULL || forgiven()) {
+        said = late(gate, args, kwargs, value);
+    }
+    Py_XDECREF(value);
+    return said;
+}
+
+static PyObject *Door_call(Door *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *module = called_module(), *none = NULL, *value = NULL;
+    Gate *gate = (Gate *)Py_XNewRef((PyObject *)self->gate);
+    if (module == NULL && gate != NULL) module = gate->module;
+    if (module == NULL || (kwargs == NULL && (kwargs = none = PyDict_New()) == NULL)) {
+        if (module == NULL) PyErr_SetString(PyExc_ReferenceError, "its module is gone");
+    } else if (gate != NULL && module == gate->module && is_likely(gate)) {
+        value = go_through(gate, args, kwargs);
+    } else if (forgiven()) {
+        PyObject *way = PyObject_GetAttr(module, s_call_impl);
+        if (way != NULL) value = PyObject_Call(way, args, kwargs);
+        Py_XDECREF(way);
+    }
+    Py_XDECREF(none);
+    Py_XDECREF((PyObject *)gate);
+    return value;
+}
+
+/* False, for it is nothing that was compiled. */
+static int Door_is(PyObject *self) { return 0; }
+
+static PyNumberMethods Door_number = {.nb_bool = Door_is};
+
+static PyObject *Door_deepcopy(Door *self, PyObject *memo) { Py_RETURN_NONE; }
+
+static PyObject *Door_reduce(Door *self, PyObject *none) { return Py_BuildValue("O()", Py_TYPE(Py_None)); }
+
+static PyMethodDef Door_methods[] = {
+    {"__deepcopy__", (PyCFunction)Door_deepcopy, METH_O, "Be None in a copy: torch goes its own way then."},
+    {"__reduce__", (PyCFunction)Door_reduce, METH_NOARGS, "Be None where it is loaded again."},
+    {NULL}};
+
+static PyMemberDef Door_members[] = {{"gate", T_OBJECT, offsetof(Door, gate), READONLY, "at the end of the calls"},
+                                     {NULL}};
