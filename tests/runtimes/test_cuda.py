@@ -17,6 +17,7 @@ import layerscope as ls
 import zoo
 from asserts import assert_same_bits
 from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, values
+from layerscope.errors import Unsupported
 from layerscope.recorder import lanes
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.lanes import arriving, lane_of
@@ -551,6 +552,21 @@ def test_nothing_is_recorded_while_a_graph_is_captured():
     assert all("while a CUDA graph is captured" in m.reason for m in rec.completeness.missing)
 
 
+def test_a_recording_that_would_begin_in_the_middle_of_a_capture_is_refused_and_spoils_nothing():
+    model, x = model_on_device()
+    model.eval()
+    expected = model(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(Unsupported, match="begin it before the capture"), ls.record(model, "*"):
+            pass
+        captured = model(x)
+    captured.zero_()
+    graph.replay()
+    assert_same_bits(captured, expected)
+
+
 def test_the_device_gets_its_memory_back():
     model, x = model_on_device()
     with ls.record(model, "**:*", keep="both") as rec:
@@ -565,6 +581,31 @@ def test_the_device_gets_its_memory_back():
         del rec
         gc.collect()
     assert torch.cuda.memory_allocated() == before
+
+
+# Several devices --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices here")
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("keep", ["tensor", "both"])
+@torch.no_grad()
+def test_a_model_on_two_devices_is_recorded_by_the_lane_of_each(current, keep):
+    torch.manual_seed(0)
+    parts = {f"on_{place}": nn.Linear(64, 64).to(f"cuda:{place}") for place in (0, 1)}
+    model = zoo.Holder(lambda m, x: m.on_1(m.on_0(x).relu().to("cuda:1")), **parts)
+    inputs = [torch.randn(1 + 4096 * (step % 3), 64, device="cuda:0") for step in range(12)]
+    expected = [{"on_0": model.on_0(x), "on_1": model(x)} for x in inputs]
+    with torch.cuda.device(current), ls.record(model, "*", keep=keep) as rec:
+        for x in inputs:
+            model(x)
+    assert not rec.completeness.missing
+    for step, wanted in enumerate(expected):
+        for name, value in wanted.items():
+            assert_same_bits(rec.run.tensor(name, step=step), value.cpu())
+            if keep == "both":
+                assert rec.run.summary(name, step=step).fingerprint == summarize(value.cpu()).fingerprint
+    assert lane_of(torch.device("cuda", 0)) is not lane_of(torch.device("cuda", 1))
 
 
 # Compiled models --------------------------------------------------------------------------------

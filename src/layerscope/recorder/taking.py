@@ -18,11 +18,12 @@ from typing import Any, TypeAlias
 import torch
 
 from layerscope import native
+from layerscope.errors import Unsupported
 from layerscope.points import Moment, Point
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.gathering import Gathering, Held
-from layerscope.recorder.lanes import flying, lane_of
+from layerscope.recorder.lanes import flying, is_capturing, lane_of
 from layerscope.recorder.taps import Level, Only, Plan, Request, Wish
 from layerscope.stats import Summary, backend, prepare, summarize
 from layerscope.stats.bits import lying
@@ -88,7 +89,13 @@ class Taking:
         on_device = [p for p in parameters if p.device.type != "cpu"]
         places = {p.device.index if p.is_cuda else None for p in on_device}
         place = places.pop() if len(places) == 1 else None
-        self.quick = any(p.is_cuda for p in on_device) and self._in_memory and not self._listened
+        on_gpu = any(p.is_cuda for p in on_device)
+        if on_gpu and is_capturing():
+            raise Unsupported(
+                "a recording cannot begin while a CUDA graph is captured: it gets memory, which no capture bears; "
+                "begin it before the capture"
+            )
+        self.quick = on_gpu and self._in_memory and not self._listened
         if self.quick and gathers and place is not None:
             self._gather(place)
         self._shares = any(sides != {"output"} for sides in plan.sides.values())
