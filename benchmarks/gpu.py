@@ -35,11 +35,10 @@ from benchmarks.pairing import Lap, alternating, in_turn, paired, table
 from benchmarks.timing import machine
 
 PARTS = ("table", "kernels", "checks")
-TURNS = 2
 
 
 class Case(NamedTuple):
-    """A step to be timed, how many of them make a lap or a turn, and how many come before that, untimed.
+    """A step to be timed, how many of them make a lap, and how many come before that, untimed.
 
     A device at rest runs faster than one that has worked for a while. And small tensors are held back to the end of a
     step once that was tried, up to 48 MB of them in a step: the inputs and outputs of 1 x 512 tokens are 700 MB.
@@ -57,8 +56,8 @@ class Case(NamedTuple):
 CASES = {
     "prefill": Case("prefill 4 x 2048", (4, 2048), False, 4, 3, 3),
     "train": Case("train 4 x 2048", (4, 2048), True, 2, 1, 1),
-    "short": Case("prefill 1 x 512", (1, 512), False, 4, 6, 40, True),
-    "token": Case("one token", (1, 1), False, 4, 6, 6, True),
+    "short": Case("prefill 1 x 512", (1, 512), False, 10, 6, 40, True),
+    "token": Case("one token", (1, 1), False, 10, 6, 6, True),
 }
 
 
@@ -162,8 +161,8 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
         ratios, alone = (taking_turns if case.alternates else paired)(plain, variants, rounds=rounds)
         place = list(CASES).index(key)
         limits = {name: wanted.limits[place] for name, wanted in RECORDED.items() if wanted.limits}
-        turns = f", {2 * TURNS} turns with plain ones each" if case.alternates else ""
-        title = f"{case.name}, {rounds} rounds of {case.steps} steps{turns}"
+        laps = f"twice {case.steps} steps, each between two plain ones" if case.alternates else f"{case.steps} steps"
+        title = f"{case.name}, {rounds} rounds of {laps}"
         print(table(title, ratios, plain=alone, limits=limits), flush=True)
     except Exception as error:
         failures["the table"] = why(error)
@@ -215,11 +214,7 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
         for _ in range(warm_up):
             step()
         torch.cuda.synchronize()
-        return alternating(partial(several, recorded=False), several, turns=TURNS)
-
-    def several(*, recorded: bool = True) -> None:
-        for _ in range(case.steps):
-            step(recorded=recorded)
+        return alternating(partial(step, recorded=False), step, turns=case.steps)
 
     def timed(release: Callable[[], object], *, warm_up: int) -> float:
         for _ in range(warm_up):
@@ -252,7 +247,8 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
                 # Page-locked memory is released per step where a few of them would fill it.
                 large = "keep" not in wanted.options and case.shape[0] * case.shape[1] > 512
                 release = partial(rec.take, leave=1) if large else lambda: None
-                taken = lap(release, warm_up=case.warm_up_of_all if wanted.taps is EVERYTHING else case.warm_up)
+                of_all = wanted.taps is EVERYTHING and "when" not in wanted.options
+                taken = lap(release, warm_up=case.warm_up_of_all if of_all else case.warm_up)
                 rec._pending.clear()  # nobody reads them
             if reason := lost(rec, due="when" not in wanted.options):
                 failures[name] = reason
