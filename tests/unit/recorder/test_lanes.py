@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 
@@ -155,6 +155,34 @@ def ready(device):
     """One whose lane has been prepared."""
     device.lane.prepare()
     return device
+
+
+# Several devices ---------------------------------------------------------------------------------
+
+
+def test_each_device_has_streams_memory_and_a_thread_of_its_own(device, monkeypatch):
+    started = []
+    monkeypatch.setattr(lanes, "_lanes", {})
+    kept = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(lanes.threading, "Thread", lambda **told: started.append(told["name"]) or kept)
+    one, other = (lanes.lane_of(torch.device("cuda", place)) for place in (0, 1))
+    assert lanes.lane_of(torch.device("cuda", 1)) is other
+    assert started == ["layerscope-cuda:0", "layerscope-cuda:1"]
+    assert len({id(stream) for lane in (one, other) for stream in (lane._stream, lane._side)}) == 4
+    one.prepare()
+    assert one.pinned.total == 2 * CHUNK
+    assert other.pinned.total == 0
+    assert other.room(100) is None  # what is free for one is not for the other
+
+
+def test_a_tensor_leaves_with_its_own_device_current_whichever_was(ready, monkeypatch):
+    entered = []
+    monkeypatch.setattr(lanes, "is_current", lambda place: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    arrival = Arrival(torch.uint8, torch.Size([100]), unwanted)
+    ready.lane.board(arrival, torch.zeros(100, dtype=torch.uint8))
+    assert entered == [torch.device("cuda", 0)]
+    assert arrival.cargo is not None
 
 
 # The end of a step -------------------------------------------------------------------------------
