@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import torch.nn.modules.module as modules
 
-__all__ = ["FILES", "RAISED", "load", "why_not"]
+__all__ = ["CALL", "CALLING", "FILES", "RAISED", "load", "why_not"]
 
 FILES = ("types.h", "basket.c", "sweep.c", "gate.c", "door.c", "module.c")  # in the order in which they know each other
 
+CALL = torch.nn.Module._call_impl  # torch's way around a forward
+CALLING = torch.nn.Module._wrapped_call_impl.__code__  # where torch goes it, or calls a door in its place
 RAISED = object()  # what a hook is told behind a door, of a forward that returned nothing
 
 _KINDS = ("forward_pre", "forward", "backward_pre", "backward")  # of hooks that all modules have
@@ -39,6 +41,11 @@ def why_not() -> str:
 def _called(gate: Any, *given: Any) -> Any:
     """Say in Python what the call of a gate comes to, for compilers that read it."""
     return gate.hook(*given)
+
+
+def _entered(door: Any, *args: Any, **kwargs: Any) -> Any:
+    """Say in Python what the call of a door comes to."""
+    return door.gate.module._call_impl(*args, **kwargs)
 
 
 @cache
@@ -61,8 +68,10 @@ def _tried() -> tuple[Any, str]:
             _called,
             torch._C._get_tracing_state,
             tuple(getattr(modules, f"_global_{kind}_hooks") for kind in _KINDS),
-            torch.nn.Module._wrapped_call_impl.__code__,
+            CALLING,
+            CALL,
             RAISED,
+            _entered,
         )
     except Exception as error:  # no Triton, no compiler, no header, an interpreter without its lock
         return None, f"{type(error).__name__}: {error}"

@@ -54,16 +54,18 @@ static Py_ssize_t size_of(PyObject *own,
     return found != NULL && PyDict_Check(found) ? PyDict_GET_SIZE(found) : -1;
 }
 
-/* Whether the gate is all that torch would call around a forward. */
+/* Whether the gate is all that torch would call around a forward, and nobody has put something else in torch's place.
+ */
 static int is_only_hook(Gate *gate)
 {
+    if (_PyType_Lookup(Py_TYPE(gate->module), s_call_impl) != torchs_call) return 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(global_hooks); i++)
         if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, i))) return 0;
     PyObject *own = PyObject_GenericGetDict(gate->module, NULL), *key, *hook = NULL;
     if (own == NULL) return 0;
     Py_ssize_t at = 0;
-    if (size_of(own, s_forward_hooks) == 1 && !size_of(own, s_forward_pre_hooks) && !size_of(own, s_backward_hooks) &&
-        !size_of(own, s_backward_pre_hooks))
+    if (PyDict_GetItemWithError(own, s_call_impl) == NULL && size_of(own, s_forward_hooks) == 1 &&
+        !size_of(own, s_forward_pre_hooks) && !size_of(own, s_backward_hooks) && !size_of(own, s_backward_pre_hooks))
         PyDict_Next(PyDict_GetItemWithError(own, s_forward_hooks), &at, &key, &hook);
     Py_DECREF(own);
     return hook == (PyObject *)gate;
@@ -76,10 +78,17 @@ static int is_traced(void)
     return state != Py_None; /* which lives for ever */
 }
 
-/* Whether a call that begins now will most likely pass. */
+/* Whether a call that begins now will most likely pass. Of one inside another of the same module the hook hears first:
+   calls are numbered as they begin, and it may have to see that from now on. */
 static int is_likely(Gate *gate)
 {
-    return gate->passes && !gate->closed && is_open(gate->basket) && is_only_hook(gate) && !is_traced();
+    if (!gate->passes || gate->closed || !is_open(gate->basket) || !is_only_hook(gate) || is_traced()) return 0;
+    if (gate->under_way) {
+        tell_number(gate);
+        if (forgiven()) Py_XDECREF(PyObject_CallMethodNoArgs(gate->hook, s_repeats));
+        return forgiven() && !gate->closed;
+    }
+    return 1;
 }
 
 /* Have the hooks called that torch would call now; `value` is NULL, with an error set, if the forward raised. */
@@ -90,15 +99,14 @@ static PyObject *late(Gate *gate, PyObject *args, PyObject *kwargs, PyObject *va
         if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
         PyErr_Fetch(&kind, &error, &trace);
     }
-    gate->passes = 0;
     tell_number(gate);
     if (forgiven()) {
         PyObject *given[] = {gate->hook, gate->module, args, kwargs, value == NULL ? hook_raised : value};
         said = PyObject_VectorcallMethod(s_late, given, 5, NULL);
     }
-    if (value == NULL && said != NULL) {
-        PyErr_Restore(kind, error, trace);
-        Py_CLEAR(said);
+    if (value == NULL && (said != NULL || PyErr_ExceptionMatches(PyExc_Exception))) {
+        Py_XDECREF(said);
+        PyErr_Restore(kind, error, trace); /* what the forward raised is what counts, but for an interrupt */
         return NULL;
     }
     Py_XDECREF(kind);
@@ -112,12 +120,16 @@ static PyObject *go_through(Gate *gate, PyObject *args, PyObject *kwargs)
 {
     PyObject *forward = PyObject_GetAttr(gate->module, s_forward);
     if (forward == NULL) return NULL;
+    gate->under_way++;
     PyObject *value = PyObject_Call(forward, args, kwargs), *said = NULL;
+    gate->under_way--;
     Py_DECREF(forward);
     PyObject *const given[] = {gate->module, args, kwargs, value};
-    int passed =
-        value != NULL && is_only_hook(gate) && is_passable(gate) ? end_of(gate, given, gate->away - TORCHS) : 0;
+    int passed = value != NULL && gate->away >= TORCHS && is_only_hook(gate) && is_passable(gate)
+                     ? end_of(gate, given, gate->away - TORCHS)
+                     : 0;
     if (passed == 1) return value;
+    gate->passes = 0;
     if (passed == -1 && PyErr_Occurred()) {
         said = failed(gate);
         if (said != NULL) Py_SETREF(said, Py_NewRef(value));

@@ -327,6 +327,7 @@ static PyMethodDef Gate_methods[] = {
 
 static PyMemberDef Gate_members[] = {
     {"hook", T_OBJECT, offsetof(Gate, hook), READONLY, "what is called where nothing passes"},
+    {"module", T_OBJECT, offsetof(Gate, module), READONLY, "whose calls these are"},
     {"value", T_OBJECT, offsetof(Gate, value), 0,
      "what a value is expected to be made of, None of one that is not known"},
     {"args", T_OBJECT, offsetof(Gate, args), 0, "what arguments are expected to be made of"},

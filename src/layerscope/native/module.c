@@ -50,18 +50,21 @@ TYPE(Way, "How all of one kind and dtype are taken in one launch.", 0, MADE(Way)
 
 static PyObject *prepare(PyObject *module, PyObject *args)
 {
-    PyObject *tensor, *exchange, *task, *modes, *stream, *count, *spelt, *tracing, *hooks, *code, *raised;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOO!OO", &tensor, &exchange, &task, &modes, &stream, &count, &spelt, &tracing,
-                          &PyTuple_Type, &hooks, &code, &raised))
+    PyObject *tensor, *exchange, *task, *modes, *stream, *count, *spelt, *tracing, *hooks, *code, *call, *raised, *door;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOO!OOOO", &tensor, &exchange, &task, &modes, &stream, &count, &spelt, &tracing,
+                          &PyTuple_Type, &hooks, &code, &call, &raised, &door))
         return NULL;
     const DLPackExchangeAPI *known = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
     if (known == NULL) return NULL;
     if (known->header.version.major != DLPACK_MAJOR_VERSION || known->dltensor_from_py_object_no_sync == NULL)
         return PyErr_Format(PyExc_ImportError, "torch speaks DLPack %u", known->header.version.major);
     torch_says = known;
-    /* What a compiler reads of a gate: it would not know what to do with a call in C. Nobody else calls this. */
-    if (PyDict_SetItemString(GateType.tp_dict, "__call__", spelt) < 0) return NULL;
+    /* What a compiler reads: it would not know what to do with a call in C. Nobody else calls these. */
+    if (PyDict_SetItemString(GateType.tp_dict, "__call__", spelt) < 0 ||
+        PyDict_SetItemString(DoorType.tp_dict, "__call__", door) < 0)
+        return NULL;
     PyType_Modified(&GateType);
+    PyType_Modified(&DoorType);
     Py_XSETREF(tensor_type, Py_NewRef(tensor));
     Py_XSETREF(graph_task, Py_NewRef(task));
     Py_XSETREF(has_modes, Py_NewRef(modes));
@@ -70,6 +73,7 @@ static PyObject *prepare(PyObject *module, PyObject *args)
     Py_XSETREF(tracing_state, Py_NewRef(tracing));
     Py_XSETREF(global_hooks, Py_NewRef(hooks));
     Py_XSETREF(call_code, Py_NewRef(code));
+    Py_XSETREF(torchs_call, Py_NewRef(call));
     Py_XSETREF(hook_raised, Py_NewRef(raised));
     Py_RETURN_NONE;
 }
@@ -78,7 +82,8 @@ static PyMethodDef functions[] = {
     {"prepare", prepare, METH_VARARGS,
      "Tell what torch and Python call a tensor, its exchange with others, a backward pass, modes, the current "
      "stream and a counter, and what a gate does, in Python; for doors, what a trace is, the hooks of all modules, "
-     "the code that calls a module, and what stands for the value of one that raised."},
+     "the code that calls a module and the function that it calls, what stands for the value of one that raised, and "
+     "what a door does, in Python."},
     {"sorted", sorted, METH_VARARGS,
      "Sort what waits: by (kind, dtype) where it lies plainly on a device, odd, changed."},
     {"room_for", room_for, METH_VARARGS,
@@ -113,6 +118,7 @@ PyMODINIT_FUNC PyInit_layerscope_gates(void)
                  {&s_deepcopy, "__deepcopy__"},
                  {&s_reduce, "__reduce__"},
                  {&s_late, "late"},
+                 {&s_repeats, "repeats"},
                  {&s_forward, "forward"},
                  {&s_call_impl, "_call_impl"},
                  {&s_forward_hooks, "_forward_hooks"},

@@ -65,10 +65,10 @@ static int refers_to(PyObject *weak, PyObject *object)
 
 /* What `prepare` was given. */
 static PyObject *tensor_type, *graph_task, *has_modes, *count_type, *raw_stream, *tracing_state, *global_hooks,
-    *call_code, *hook_raised;
+    *call_code, *torchs_call, *hook_raised;
 static const DLPackExchangeAPI *torch_says;
 static PyObject *s_calls, *s_version, *s_at, *s_moments, *s_is_neg, *s_dtype, *s_requests, *s_page, *s_aboard, *s_over,
-    *s_table, *s_acquire, *s_release, *s_failed, *s_deepcopy, *s_reduce, *s_late, *s_forward, *s_call_impl,
+    *s_table, *s_acquire, *s_release, *s_failed, *s_deepcopy, *s_reduce, *s_late, *s_repeats, *s_forward, *s_call_impl,
     *s_forward_hooks, *s_forward_pre_hooks, *s_backward_hooks, *s_backward_pre_hooks;
 
 /* How a tensor lies: how many items, where, and as what they are seen (dtype, shape and strides in one number). */
@@ -147,6 +147,7 @@ typedef struct Gate {
     int blind;                       /* whether calls pass by, and nothing of them is wanted */
     int closed;                      /* whether nothing passes any more */
     int passes;                      /* whether the last call did */
+    int under_way;                   /* calls that went through the door and are not over */
     long away;                       /* frames from torch's own to the one that makes the outer call */
     long long step, counted; /* the last one that calls passed in, and how many nobody but the gate has counted */
 } Gate;
@@ -220,7 +221,7 @@ static int is_frame(PyObject *frame, long away)
         if (!_PyFrame_IsIncomplete(here) && away-- == 0) return (PyObject *)here->frame_obj == frame;
     return 0;
 #else
-    PyFrameObject *here = PyThreadState_Get()->frame;
+    PyFrameObject *here = away < 0 ? NULL : PyThreadState_Get()->frame;
     while (here != NULL && away-- > 0) here = here->f_back;
     return (PyObject *)here == frame;
 #endif

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import pairwise
+from inspect import getfile
+from itertools import pairwise, takewhile
 from types import FrameType
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
@@ -13,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.autograd.graph import Node
 
-from layerscope.native import RAISED
+from layerscope.native import CALL, CALLING, RAISED
 from layerscope.points import Leaf
 from layerscope.runtimes.sink import Step
 
@@ -29,9 +30,10 @@ __all__ = [
     "runs_of",
 ]
 
-_Module = torch.nn.Module
-_CALL_OF_A_MODULE = _Module._call_impl.__code__
-_AROUND_IT = _Module._wrapped_call_impl.__code__  # a door is called there, and runs the hooks
+_CALL_OF_A_MODULE = CALL.__code__
+_IS_KNOWN = (
+    CALLING.co_filename == getfile(torch.nn.Module) and CALLING.co_varnames[0] == "self" and not CALLING.co_cellvars
+)
 
 
 class Special(NamedTuple):
@@ -60,6 +62,12 @@ class Local(threading.local):
         self.calls = everywhere[threading.get_ident()] = Calls()
         self.looking = False  # our own tensor operations are not the model's
 
+    def insert(self, calls: list[Call]) -> None:
+        """Put calls among those under way, where they were made: others may have begun inside them since."""
+        depth = {id(frame): -away for away, frame in enumerate(_stack())}
+        self.calls += calls
+        self.calls.sort(key=lambda call: depth.get(id(call[3]), 0))
+
     def innermost(self) -> Call | None:
         """Return the call that is running now; those that an interrupt ended unseen are taken off first."""
         calls = self.calls
@@ -84,15 +92,19 @@ def modules_running() -> Iterator[torch.nn.Module]:
     return (module for module, _ in _under_way())
 
 
-def runs_of(module: torch.nn.Module) -> list[FrameType]:
-    """Return the frames that make the calls of a module which are under way on this thread, the outermost first."""
-    return [frame for called, frame in _under_way() if called is module][::-1]
+def runs_of(module: torch.nn.Module, *, within: FrameType | None = None) -> list[FrameType]:
+    """Return the frames that make the calls of a module which are under way on this thread, the outermost first.
+
+    Those that were made before `within` are left out.
+    """
+    inner = takewhile(lambda call: call[1] is not within, _under_way())
+    return [frame for called, frame in inner if called is module][::-1]
 
 
 def may_have_door(module: torch.nn.Module) -> bool:
     """Tell whether torch's way around the forward of a module is its own, and one that a door can stand for."""
-    own = type(module)._call_impl is _Module._call_impl and "_call_impl" not in module.__dict__
-    return own and not module._compiled_call_impl  # a door is False: nothing was compiled
+    own = type(module)._call_impl is CALL and "_call_impl" not in module.__dict__
+    return own and _IS_KNOWN and not module._compiled_call_impl  # a door is False: nothing was compiled
 
 
 def has_raised(frame: FrameType, value: object) -> bool:
@@ -101,12 +113,14 @@ def has_raised(frame: FrameType, value: object) -> bool:
 
 
 def frames_to(outer: FrameType, frame: FrameType) -> int:
-    """Count the frames from a hook that `frame` runs to one further out, as if there were no door."""
-    frames = 3 if frame.f_code is _AROUND_IT else 1
+    """Count the frames from a hook that `frame` runs to one further out, as if there were no door; -1 if it is not."""
+    frames = 3 if frame.f_code is CALLING else 1
     here: FrameType | None = frame
-    while here is not None and here is not outer:
+    while here is not None:
+        if here is outer:
+            return frames
         here, frames = here.f_back, frames + 1
-    return frames
+    return -1
 
 
 def _under_way() -> Iterator[tuple[torch.nn.Module, FrameType]]:
@@ -114,7 +128,7 @@ def _under_way() -> Iterator[tuple[torch.nn.Module, FrameType]]:
     for inner, frame in pairwise(_stack()):
         if frame.f_code is _CALL_OF_A_MODULE:
             yield frame.f_locals["self"], inner
-        elif frame.f_code is _AROUND_IT and inner.f_code is not _CALL_OF_A_MODULE:
+        elif frame.f_code is CALLING and inner.f_code is not _CALL_OF_A_MODULE:
             module = frame.f_locals["self"]
             if may_have_door(module):
                 yield module, frame

@@ -8,8 +8,9 @@
 Where nothing but outputs are wanted, of a module with no other watched one inside, a single hook sees the call end:
 each hook costs microseconds, most of them torch's. Hooks return None, hold no state on the user's modules, stay silent
 in deep copies and forked children, and turn into nothing when the model is pickled. On a GPU torch calls a gate in
-their place, where a call like the last one passes (`native/`). Their `__call__` is the shortest way for the commonest
-call; any other goes through the watcher, which also knows when the hooks are to be there.
+their place, where a call like the last one passes, and a door in the place of a module whose single hook is one
+(`native/`). Their `__call__` is the shortest way for the commonest call; any other goes through the watcher, which also
+knows when the hooks are to be there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from layerscope.native import RAISED
 from layerscope.points import Leaf, Point, Side
-from layerscope.runtimes.calls import Special, has_raised, may_have_door
+from layerscope.runtimes.calls import Special, frames_to, has_raised, may_have_door
 from layerscope.runtimes.gradients import next_node, sources
 from layerscope.runtimes.sink import Step
 from layerscope.runtimes.values import argument_leaves, describe, leaves, made_of
@@ -101,7 +102,7 @@ class Pair:
     def _take_door(self) -> None:
         own = self.module.__dict__
         if self._door is not None and own.get(_PLACE) is self._door:
-            del own[_PLACE]
+            own.pop(_PLACE, None)
 
     def shut(self) -> None:
         """Have nothing pass by the hooks any more."""
@@ -339,31 +340,54 @@ class End(Hook):
     def late(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
         """Run the hooks that torch would, now that a door's forward is over; return what they make of the value.
 
-        It is RAISED where the forward raised: then those are called that always are, as torch calls them.
+        It is RAISED where the forward raised. Then, and where a hook raises, those are called that always are.
         """
-        frame, raised = _frame_at(1), value is RAISED
-        always = {*module._forward_hooks_always_called, *everywhere._global_forward_hooks_always_called}
-        with_kwargs = {*module._forward_hooks_with_kwargs, *everywhere._global_forward_hooks_with_kwargs}
-        for key, hook in (*everywhere._global_forward_hooks.items(), *module._forward_hooks.items()):
+        frame, called, error = _frame_at(1), set[int](), None
+        hooks = (*everywhere._global_forward_hooks.items(), *module._forward_hooks.items())
+        named = {*everywhere._global_forward_hooks_with_kwargs, *module._forward_hooks_with_kwargs}
+        always = {*everywhere._global_forward_hooks_always_called, *module._forward_hooks_always_called}
+
+        def run(key: int, hook: Callable[..., Any]) -> Any:
+            called.add(key)
             if getattr(hook, "hook", hook) is self:
-                self._ended(frame, value)
-            elif not raised or key in always:
-                named = (kwargs,) if key in with_kwargs else ()
+                return self._ended(frame, value)
+            given = (args, kwargs) if key in named else (args,)
+            return hook(module, *given, None if value is RAISED else value)
+
+        try:
+            for key, hook in hooks if value is not RAISED else ():
+                made = run(key, hook)
+                value = value if made is None else made
+        except Exception as raised:
+            error = raised
+        for key, hook in hooks if error is not None or value is RAISED else ():
+            if key in always and key not in called:
                 try:
-                    made = hook(module, args, *named, None if raised else value)
-                except Exception as error:
-                    if not raised:
-                        raise
-                    warnings.warn(f"a hook raised after the forward of {self.name} had: {error}", stacklevel=2)
-                else:
-                    value = value if raised or made is None else made
+                    run(key, hook)
+                except Exception as raised:
+                    warnings.warn(f"a hook of {self.name} raised after another error: {raised}", stacklevel=2)
+        if error is not None:
+            raise error
         return value
 
-    def _ended(self, frame: FrameType, value: object) -> None:
-        """See the end of a call, however it was made."""
-        watcher = self.watcher
+    def repeats(self) -> None:
+        """Hear that the module is about to be called inside a call of its own, which went through the door."""
         try:
-            if watcher.live and not (self.begins and watcher.closed(self, frame, value)):
+            if self.watcher.live:
+                self.watcher.repeats(self)
+        except Exception as error:
+            self.failed(error)
+
+    def _ended(self, frame: FrameType, value: object) -> None:
+        """See the end of a call that was made in a frame further out than torch's own."""
+        watcher, calls = self.watcher, self.watcher.local.calls
+        try:
+            if not watcher.live or (self.begins and watcher.closed(self, frame, value)):
+                return
+            inside = calls and frames_to(calls[-1][3], frame) == self.away and _graph_task() < 0
+            if inside and not calls[-1][1].idle:
+                self.look(calls[-1][1], frame, value)
+            else:
                 watcher.ended(self, frame, value)
         except Exception as error:
             self.failed(error)

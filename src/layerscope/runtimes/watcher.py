@@ -204,15 +204,26 @@ class Watcher:
         if outer is not None and step.idle:
             self.is_inside(hook.name)
             return
-        pair = self._pairs.get(hook.name)
-        if len(runs) > 1 and pair is not None:  # it calls itself, and calls are numbered as they begin
-            known = runs[:1] if step.idle else runs[:-1]
-            self.local.calls += [(hook.name, step, step.call(hook.name), run, None) for run in known]
-            pair.see_begin()
+        if len(runs) > 1:
+            self._number(hook, step, runs[:1] if step.idle else runs[:-1])
         if not step.idle:
             hook.look(step, frame, value)
         if not self.local.calls:
             self.sink.end(step, failed=has_raised(frame, value))
+
+    def repeats(self, hook: End) -> None:
+        """See that a module is about to be called inside itself."""
+        outer = self.local.innermost()
+        runs = [] if outer is None else runs_of(hook.module, within=outer[3])
+        if outer is not None and len(runs) > 1:
+            self._number(hook, outer[1], runs[:-1])
+
+    def _number(self, hook: End, step: Step, runs: list[FrameType]) -> None:
+        """Number the calls of a module that calls itself, in which others began: as they begin, from now on."""
+        pair = self._pairs.get(hook.name)
+        if pair is not None:
+            self.local.insert([(hook.name, step, step.call(hook.name), run, None) for run in runs])
+            pair.see_begin()
 
     def closed(self, hook: End, frame: FrameType, value: object) -> bool:
         """See the end of a call whose beginning was seen, if it was."""

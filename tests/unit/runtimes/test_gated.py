@@ -13,6 +13,7 @@ import functools
 import gc
 import os
 import pickle
+import sys
 import threading
 import weakref
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -1379,3 +1381,469 @@ def test_a_note_that_another_thread_gives_in_the_middle_of_a_step_is_kept(assert
         return out + [model(X + step) for step in range(STEPS)]
 
     assert_alike(make, run)
+
+
+# Doors ------------------------------------------------------------------------------------------
+
+OUTPUTS = ["**:output", ".:output"]  # all that is wanted of a part is its end: its calls go through a door
+CALL = nn.Module._call_impl  # torch's way around hooks
+
+
+@contextlib.contextmanager
+def calls_by_torch():
+    """Count the calls that take torch's way around hooks."""
+    called, before = [], sys.getprofile()
+
+    def told(frame, event, arg):
+        if event == "call" and frame.f_code is CALL.__code__:
+            called.append(frame.f_locals["self"])
+
+    sys.setprofile(told)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before)
+
+
+@pytest.fixture
+def assert_alike_behind_doors(assert_alike):
+    """Compare a run that begins when calls go through doors, and see that they do."""
+
+    def alike(make, run, taps=OUTPUTS, **options):
+        def warmed(model, here):
+            made = [model(X + step) for step in range(STEPS)]
+            with calls_by_torch() as called:
+                made.append(model(X))
+            here.made.counts = [len(called)]
+            return made, run(model, here)
+
+        gated, plain = assert_alike(make, warmed, taps, **options)
+        assert gated.counts < plain.counts, "no call went through a door"
+        return gated, plain
+
+    return alike
+
+
+def acting():
+    """A model whose part does what it is told, in the middle of its forward; what it raises is caught, and noted."""
+
+    def part(m, x):
+        m.calls += 1
+        act = m.acts.pop(m.calls, None)
+        made = None if act is None else act(m, x)
+        return x * 2 if made is None else made
+
+    def forward(m, x):
+        m.part.calls = 0
+        for _ in range(3):
+            try:
+                x = m.part(x)
+            except (Exception, Interrupted) as error:
+                m.errors.append(repr(error))
+        return m.last(m.first(x))
+
+    model = Holder(forward, first=nn.Linear(4, 4), part=Holder(part), last=nn.Linear(4, 4))
+    model.part.acts, model.errors = {}, []
+    return model
+
+
+def acts(*all_of_them):
+    """Return a run in which the part does each of these in its first, second and third call, and goes on."""
+
+    def run(model, here):
+        made = []
+        for act in all_of_them:
+            for call in (1, 2, 3):
+                model.part.acts[call] = functools.partial(act, model)
+                made += [model(X + step) for step in range(STEPS)]
+        return made, model.errors
+
+    return run
+
+
+def test_what_is_like_the_last_call_goes_through_doors_and_nothing_is_left_of_them(assert_alike):
+    def run(model, here):
+        made = []
+        for step in range(6):
+            with calls_by_torch() as called:
+                made.append(model(X + step))
+            here.made.counts.append([names[one] for one in called])
+        return made
+
+    models = []
+
+    def make():
+        model = breaking()
+        names.update({module: name for name, module in model.named_modules()})
+        models.append(model)
+        return model
+
+    names = {}
+    gated, plain = assert_alike(make, run, OUTPUTS)
+    assert plain.counts == [["", "first", "first.one", "first.two", "second", "second.one", "second.two"]] * 6
+    assert gated.counts[3:] == [["", "first", "second"]] * 3
+    assert not [name for model in models for m in model.modules() for name in vars(m) if name.endswith("call_impl")]
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError, StopIteration, RecursionError, Interrupted, GeneratorExit, KeyboardInterrupt, SystemExit]
+)
+def test_what_a_forward_raises_behind_a_door_comes_out_of_it(assert_alike_behind_doors, error):
+    def raises(model, m, x):
+        raise error("by itself")
+
+    def run(model, here):
+        if issubclass(error, (Exception, Interrupted)):
+            return acts(raises)(model, here)
+        made = []
+        for call in (1, 2, 3):
+            model.part.acts[call] = functools.partial(raises, model)
+            with pytest.raises(error, match="by itself"):
+                model(X)
+            made += [model(X + step) for step in range(STEPS)]
+        return made
+
+    assert_alike_behind_doors(acting, run)
+
+
+def registrations(told):
+    """Every way to have hooks on a module, and on all modules."""
+
+    def tell(*given):
+        told.append([type(one).__name__ for one in given])
+
+    every = nn.modules.module
+    return {
+        "pre": lambda m: m.register_forward_pre_hook(lambda m, args: (args[0] + 1,)),
+        "hook": lambda m: m.register_forward_hook(lambda m, args, value: value + 1),
+        "hook with kwargs": lambda m: m.register_forward_hook(lambda m, a, k, value: value + 1, with_kwargs=True),
+        "first hook": lambda m: m.register_forward_hook(lambda m, args, value: value + 1, prepend=True),
+        "always": lambda m: m.register_forward_hook(tell, always_call=True),
+        "backward": lambda m: m.register_full_backward_hook(tell),
+        "before backward": lambda m: m.register_full_backward_pre_hook(tell),
+        "every pre": lambda m: every.register_module_forward_pre_hook(tell),
+        "every hook": lambda m: every.register_module_forward_hook(tell, always_call=True),
+        "every backward": lambda m: every.register_module_full_backward_hook(tell),
+        "before every backward": lambda m: every.register_module_full_backward_pre_hook(tell),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize("raises", [False, True], ids=["", "and it raises"])
+@pytest.mark.parametrize("inside", [False, True], ids=["between", "in a forward"])
+@pytest.mark.parametrize("kind", registrations([]))
+def test_hooks_of_others_that_come_and_go_are_called_as_ever(assert_alike_behind_doors, kind, inside, raises):
+    def run(model, here):
+        told, made, handles = [], [], []
+
+        def register(model, m, x):
+            handles.append(registrations(told)[kind](m))
+            if raises:
+                raise ValueError("after it has registered")
+
+        for call in (1, 2, 3):
+            model.part.acts[call] = functools.partial(register, model)
+            if not inside:
+                with contextlib.suppress(ValueError):
+                    model.part.acts.pop(call)(model.part, X)
+            for step in range(STEPS):
+                made.append(model((X + step).requires_grad_()))
+                made[-1].sum().backward()
+            while handles:
+                handles.pop().remove()
+            made += [model(X + step) for step in range(STEPS)]
+        return [one.detach() for one in made], told, model.errors
+
+    assert_alike_behind_doors(acting, run)
+
+
+def test_a_hook_that_raises_before_ours_is_called_takes_no_record_from_us(assert_alike_behind_doors):
+    def run(model, here):
+        handles, made = [], []
+
+        def refuse(*given):
+            raise ValueError("by a hook")
+
+        for call in (1, 2, 3):
+            model.part.acts[call] = lambda m, x: handles.append(m.register_forward_hook(refuse, prepend=True))
+            made.append(model(X))
+            handles.pop().remove()
+            made += [model(X + step) for step in range(STEPS)]
+        return made, model.errors
+
+    assert_alike_behind_doors(acting, run)
+
+
+class Thrice(nn.Linear):
+    """A layer that has its own way around its forward."""
+
+    def _call_impl(self, *args, **kwargs):
+        return super()._call_impl(*args, **kwargs) * 3
+
+
+def on_a_module(model, patched):
+    patched.setattr(model.first, "_call_impl", lambda x: CALL(model.first, x) * 3, raising=False)
+
+
+def on_its_class(model, patched):
+    patched.setattr(model.first, "__class__", Thrice)
+
+
+def on_every_module(model, patched):
+    patched.setattr(nn.Module, "_call_impl", lambda self, *a, **k: CALL(self, *a, **k) * 3)
+
+
+def the_forward(model, patched):
+    patched.setattr(model.first, "forward", lambda x: x * 3)
+
+
+@pytest.mark.parametrize("change", [on_a_module, on_its_class, on_every_module, the_forward])
+def test_what_others_put_in_the_place_of_torchs_own_is_called(assert_alike_behind_doors, monkeypatch, change):
+    def run(model, here):
+        made = []
+        for _ in range(3):
+            with monkeypatch.context() as patched:
+                change(model, patched)
+                made += [model(X + step) for step in range(STEPS)]
+                made += [model.first(X) for step in range(STEPS)]
+            made += [model(X + step) for step in range(STEPS)]
+        return made
+
+    assert_alike_behind_doors(acting, run)
+
+
+def test_calls_are_numbered_alike_where_somebody_is_around_every_call(assert_alike, monkeypatch):
+    def run(model, here):
+        return [model(X), model.first(X), model(X), model.first(X), model(X)]
+
+    alone = assert_alike.record(acting, run, OUTPUTS, gated=False)
+    monkeypatch.setattr(nn.Module, "_call_impl", lambda self, *args, **kwargs: CALL(self, *args, **kwargs))
+    assert assert_alike.record(acting, run, OUTPUTS, gated=False).rows == alone.rows
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2, 4, 5, 6, 7, 8])  # at 3, it is one hook that counts otherwise: its README
+def test_a_module_that_calls_itself_behind_a_door_is_numbered_as_ever(assert_alike, levels):
+    def part(m, x, more):
+        return m(x + 1, more - 1) * 2 if more else x * 3
+
+    def forward(m, x):
+        kind = m.kinds.pop(0)
+        if kind in "ds":  # deeper, and that with itself inside
+            return deeper(levels, lambda: m.part(x, 2 * (kind == "s")))
+        return m.part(x, int(kind == "r"))  # by itself, and with itself inside
+
+    kinds = "bbbbbbrbbbb", "ddddddrdddd", "ddddddsdddd", "dddddbbbbrbb", "bbbbddddsddrr"
+
+    def make():
+        model = Holder(forward, part=Holder(part))
+        model.kinds = list(one)
+        return model
+
+    for one in kinds:
+        assert_alike(make, steps(X, count=len(one)), OUTPUTS)
+
+
+def test_a_module_that_is_called_inside_itself_by_way_of_others_is_numbered_as_ever(assert_alike):
+    def part(m, x, more):
+        return m.others[0](x + 1, more - 1) if more else x * 3
+
+    def make():
+        block = Holder(lambda m, x, more: m.part(x, more), part=Holder(part))
+        block.part.others = [block]
+        return Holder(lambda m, x, more=0: m.block(x, more), block=block)
+
+    def run(model, here):  # longer than what may wait is known to
+        return [model(X + step, 2 if step > STEPS else 0) for step in range(50)]
+
+    assert_alike(make, run, OUTPUTS)
+
+
+def test_a_module_that_is_found_to_be_called_inside_itself_keeps_the_number_of_its_outer_call(assert_alike):
+    def part(m, x, more):
+        return deeper(m.depth, lambda: m.others[0](x + 1, more - 1)) if more else x * 3
+
+    def make():
+        block = Holder(lambda m, x, more: deeper(m.part.depth, lambda: m.part(x, more)), part=Holder(part))
+        block.part.others, block.part.depth = [block], 0
+        return Holder(lambda m, x, more=0: m.block(x, more), block=block)
+
+    def run(model, here):
+        made = [model(X)]
+        model.block.part.depth = 2
+        return [*made, model(X, 1), *(model(X, step % 3) for step in range(STEPS))]
+
+    one_hook, _ = assert_alike(make, run, OUTPUTS, passes=False)
+    two_hooks, _ = assert_alike(make, run, EVERY, passes=False)
+    assert one_hook.rows == [row for row in two_hooks.rows if ":output" in row[0]]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", ["first", "block", ""])
+def test_a_compiler_makes_of_a_model_with_doors_what_it_makes_of_one_without(assert_alike_behind_doors, what):
+    def make():
+        block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        return Holder(lambda m, x: m.block(m.first(x)), first=nn.Linear(4, 4), block=block)
+
+    def run(model, here):
+        torch._dynamo.reset()
+        counters.clear()
+        part = model.get_submodule(what)
+        whole, broken = (torch.compile(part, backend="eager", fullgraph=full) for full in (True, False))
+        made = [call(X + step) for step in range(STEPS) for call in (whole, broken, model)]
+        made += [dict(counters["stats"]), dict(counters["graph_break"])]
+        torch._dynamo.reset()
+        return made
+
+    assert_alike_behind_doors(make, run)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_that_is_compiled_in_place_has_no_door_any_more(assert_alike_behind_doors):
+    def run(model, here):
+        torch._dynamo.reset()
+        made = []
+        for part in (model.first, model.last):
+            part.compile(backend="eager")
+            made += [model(X + step) for step in range(STEPS)]
+            compiled, part._compiled_call_impl = part._compiled_call_impl, None
+            made += [model(X + step) for step in range(STEPS)]
+            part._compiled_call_impl = compiled
+        made += [model(X + step) for step in range(STEPS)]
+        torch._dynamo.reset()
+        return made
+
+    models = []
+
+    def make():
+        models.append(acting())
+        return models[-1]
+
+    assert_alike_behind_doors(make, run)
+    assert all(part._compiled_call_impl for model in models for part in (model.first, model.last))
+
+
+def replica(module):
+    made = module._replicate_for_data_parallel()
+    made.weight, made.bias = module.weight.detach() * 2, module.bias.detach()
+    return made
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["module", "graph"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), replica],
+    ids=["copy", "deep copy", "pickle", "replica"],
+)
+def test_a_copy_is_called_as_itself_and_has_nothing_of_ours(assert_alike_behind_doors, copied, graph):
+    def make():
+        model = acting()
+        if graph:
+            model.first = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
+            model.first.weight, model.first.bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+        return model
+
+    def act(model, m, x):
+        other = copied(model.first)
+        assert copied is replica or other._compiled_call_impl is None
+        with torch.no_grad():
+            other.weight *= 3
+        return other(x)
+
+    assert_alike_behind_doors(make, acts(act))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on another thread"])
+def test_a_recording_may_end_in_the_middle_of_a_forward_behind_a_door(assert_alike_behind_doors, elsewhere):
+    def run(model, here):
+        made, rows = [], []
+        for call in (1, 2, 3):
+            recording = ls.record(model, OUTPUTS, weights=False, keep="tensor")
+
+            def act(m, x, recording=recording):
+                leaves = threading.Thread(target=recording.__exit__, args=(None, None, None))
+                leaves.start() if elsewhere else leaves.run()
+                leaves.join() if elsewhere else None
+
+            with recording as rec:
+                made += [model(X + step) for step in range(STEPS + 2)]
+                model.part.acts[call] = act
+                made.append(model(X))
+            rows.append([(str(kept.point), str(kept.moment)) for kept in rec.run._kept])
+            made += [model(X + step) for step in range(STEPS)]
+        return made, rows
+
+    assert_alike_behind_doors(acting, run, ["first:output", ".:output"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda model, x: torch.jit.trace(model.first, x)(x),
+        lambda model, x: torch.fx.symbolic_trace(nn.Sequential(model.first))(x),
+        lambda model, x: torch.export.export(model.first, (x,), strict=False).module()(x),
+        lambda model, x: torch.func.functional_call(model.first, {"weight": torch.ones(4, 4)}, (x,)),
+        lambda model, x: torch.func.vmap(lambda one: model.first(one))(x),
+        lambda model, x: checkpoint(model.first, x, use_reentrant=False),
+        lambda model, x: torch.compile(model.first, backend="eager", fullgraph=True)(x),
+    ],
+    ids=["trace", "symbolic trace", "export", "functional call", "vmap", "checkpoint", "compile"],
+)
+def test_what_is_done_with_another_part_inside_a_forward_behind_a_door_is_borne(assert_alike_behind_doors, act):
+    torch._dynamo.reset()
+    assert_alike_behind_doors(acting, acts(lambda model, m, x: act(model, x.detach()).detach()))
+
+
+@pytest.mark.parametrize("watch", [sys.setprofile, sys.settrace], ids=["profile", "trace"])
+def test_a_profiler_or_debugger_changes_nothing_behind_doors(assert_alike_behind_doors, watch):
+    def run(model, here):
+        watch(lambda *given: None)
+        try:
+            return [model(X + step) for step in range(STEPS)]
+        finally:
+            watch(None)
+
+    assert_alike_behind_doors(acting, run)
+
+
+def test_calls_behind_a_door_leave_no_reference_behind(assert_alike):
+    value, error = object(), ValueError()
+
+    def part(m, x, way):
+        if way == "hooks":
+            m.register_forward_hook(lambda *given: None).remove()
+        if way == "a hook":
+            m.handles.append(m.register_forward_hook(lambda *given: None))
+        if way == "raises":
+            raise error
+        return {"other": value, "more": (x, value), "nothing": None}.get(way, x * 2)
+
+    def forward(m, x, way):
+        with contextlib.suppress(ValueError):
+            m.part(x, way)
+        while m.part.handles:
+            m.part.handles.pop().remove()
+        return m.part(x, "usual")
+
+    def make():
+        model = Holder(forward, part=Holder(part))
+        model.part.handles = []
+        return model
+
+    def run(model, here):
+        def references(times):
+            for way in ("usual", "other", "more", "nothing", "raises", "hooks", "a hook"):
+                for _ in range(times):
+                    model(X, "usual")
+                    model(X, way)
+            here.rec.take()
+            error.__traceback__ = None
+            gc.collect()
+            gate = next(iter(model.part._forward_hooks.values()))
+            there = value, error, model.part, gate, gate.hook, vars(model.part)["_compiled_call_impl"]
+            return [sys.getrefcount(one) for one in there]
+
+        references(STEPS)
+        assert references(2) == references(50)
+
+    assert_alike.record(make, run, OUTPUTS, gated=True)
