@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from inspect import getfile
 from itertools import pairwise, takewhile
 from types import FrameType
 from typing import NamedTuple, TypeAlias
@@ -16,6 +15,7 @@ from torch.autograd.graph import Node
 
 from layerscope.native import CALL, CALLING, RAISED
 from layerscope.points import Leaf
+from layerscope.runtimes.doors import may_stand
 from layerscope.runtimes.sink import Step
 
 __all__ = [
@@ -25,15 +25,11 @@ __all__ = [
     "Special",
     "frames_to",
     "has_raised",
-    "may_have_door",
     "modules_running",
     "runs_of",
 ]
 
 _CALL_OF_A_MODULE = CALL.__code__
-_IS_KNOWN = (
-    CALLING.co_filename == getfile(torch.nn.Module) and CALLING.co_varnames[0] == "self" and not CALLING.co_cellvars
-)
 
 
 class Special(NamedTuple):
@@ -101,12 +97,6 @@ def runs_of(module: torch.nn.Module, *, within: FrameType | None = None) -> list
     return [frame for called, frame in inner if called is module][::-1]
 
 
-def may_have_door(module: torch.nn.Module) -> bool:
-    """Tell whether torch's way around the forward of a module is its own, and one that a door can stand for."""
-    own = type(module)._call_impl is CALL and "_call_impl" not in module.__dict__
-    return own and _IS_KNOWN and not module._compiled_call_impl  # a door is False: nothing was compiled
-
-
 def has_raised(frame: FrameType, value: object) -> bool:
     """Tell whether the frame that runs a hook with this value does so because the module's forward raised."""
     return value is RAISED or (value is None and frame.f_code is _CALL_OF_A_MODULE)
@@ -130,7 +120,7 @@ def _under_way() -> Iterator[tuple[torch.nn.Module, FrameType]]:
             yield frame.f_locals["self"], inner
         elif frame.f_code is CALLING and inner.f_code is not _CALL_OF_A_MODULE:
             module = frame.f_locals["self"]
-            if may_have_door(module):
+            if may_stand(module):
                 yield module, frame
 
 

@@ -16,20 +16,19 @@ knows when the hooks are to be there.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.modules.module as everywhere
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from layerscope.native import RAISED
 from layerscope.points import Leaf, Point, Side
-from layerscope.runtimes.calls import Special, frames_to, has_raised, may_have_door
+from layerscope.runtimes.calls import Special, frames_to, has_raised
+from layerscope.runtimes.doors import hang, run_hooks, take_off
 from layerscope.runtimes.gradients import next_node, sources
 from layerscope.runtimes.sink import Step
 from layerscope.runtimes.values import argument_leaves, describe, leaves, made_of
@@ -44,7 +43,6 @@ __all__ = ["After", "Before", "End", "Hook", "Pair"]
 _SILENT = nullcontext().__exit__
 
 _Tensor = torch.Tensor
-_PLACE = "_compiled_call_impl"  # what torch calls in the place of a module's `_call_impl`, where there is something
 _frame_at = sys._getframe
 _graph_task = torch._C._current_graph_task_id
 _GRADED: frozenset[Side] = frozenset(("grad_input", "grad_output"))
@@ -77,8 +75,7 @@ class Pair:
     def on(self) -> None:
         """Have the hooks called: after those that were there at first, before those that came since."""
         module, before, after = self.module, self._before, self._after
-        if self._door is not None and may_have_door(module):
-            module.__dict__.setdefault(_PLACE, self._door)
+        hang(self._door, module)
         if not self._handles:
             if before is not None:
                 self._handles.append(module.register_forward_pre_hook(before.called, with_kwargs=True))
@@ -95,14 +92,9 @@ class Pair:
     def off(self) -> None:
         """Leave nothing of the hooks on the module."""
         self.rested = True
-        self._take_door()
+        take_off(self._door, self.module)
         for handle in self._handles:
             handle.remove()
-
-    def _take_door(self) -> None:
-        own = self.module.__dict__
-        if self._door is not None and own.get(_PLACE) is self._door:
-            own.pop(_PLACE, None)
 
     def shut(self) -> None:
         """Have nothing pass by the hooks any more."""
@@ -117,7 +109,7 @@ class Pair:
             self._before = Before(after.watcher, self.module, self.name, after.sides, "input")
             after.begins = True
             after.shut()
-            self._take_door()
+            take_off(self._door, self.module)
             self._door = None
             self._handles.insert(0, self.module.register_forward_pre_hook(self._before.called, with_kwargs=True))
 
@@ -338,37 +330,8 @@ class End(Hook):
         return None if self.gate is None else self.gate.door()
 
     def late(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
-        """Run the hooks that torch would, now that a door's forward is over; return what they make of the value.
-
-        It is RAISED where the forward raised. Then, and where a hook raises, those are called that always are.
-        """
-        frame, called, error = _frame_at(1), set[int](), None
-        hooks = (*everywhere._global_forward_hooks.items(), *module._forward_hooks.items())
-        named = {*everywhere._global_forward_hooks_with_kwargs, *module._forward_hooks_with_kwargs}
-        always = {*everywhere._global_forward_hooks_always_called, *module._forward_hooks_always_called}
-
-        def run(key: int, hook: Callable[..., Any]) -> Any:
-            called.add(key)
-            if getattr(hook, "hook", hook) is self:
-                return self._ended(frame, value)
-            given = (args, kwargs) if key in named else (args,)
-            return hook(module, *given, None if value is RAISED else value)
-
-        try:
-            for key, hook in hooks if value is not RAISED else ():
-                made = run(key, hook)
-                value = value if made is None else made
-        except Exception as raised:
-            error = raised
-        for key, hook in hooks if error is not None or value is RAISED else ():
-            if key in always and key not in called:
-                try:
-                    run(key, hook)
-                except Exception as raised:
-                    warnings.warn(f"a hook of {self.name} raised after another error: {raised}", stacklevel=2)
-        if error is not None:
-            raise error
-        return value
+        """Do what torch would, now that a door's forward is over, and see the end of the call; return its value."""
+        return run_hooks(module, args, kwargs, value, ours=self, see=partial(self._ended, _frame_at(1)))
 
     def repeats(self) -> None:
         """Hear that the module is about to be called inside a call of its own, which went through the door."""
