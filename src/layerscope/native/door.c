@@ -125,9 +125,8 @@ static PyObject *go_through(Gate *gate, PyObject *args, PyObject *kwargs)
     gate->under_way--;
     Py_DECREF(forward);
     PyObject *const given[] = {gate->module, args, kwargs, value};
-    int passed = value != NULL && gate->away >= TORCHS && is_only_hook(gate) && is_passable(gate)
-                     ? end_of(gate, given, gate->away - TORCHS)
-                     : 0;
+    int passed =
+        value != NULL && is_only_hook(gate) && is_passable(gate) ? end_of(gate, given, gate->away - TORCHS) : 0;
     if (passed == 1) return value;
     gate->passes = 0;
     if (passed == -1 && PyErr_Occurred()) {
@@ -168,7 +167,14 @@ static PyObject *Door_deepcopy(Door *self, PyObject *memo) { Py_RETURN_NONE; }
 
 static PyObject *Door_reduce(Door *self, PyObject *none) { return Py_BuildValue("O()", Py_TYPE(Py_None)); }
 
+static PyObject *Door_close(Door *self, PyObject *none)
+{
+    Door_clear(self);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef Door_methods[] = {
+    {"close", (PyCFunction)Door_close, METH_NOARGS, "Let go of the gate: every call goes torch's way from now on."},
     {"__deepcopy__", (PyCFunction)Door_deepcopy, METH_O, "Be None in a copy: torch goes its own way then."},
     {"__reduce__", (PyCFunction)Door_reduce, METH_NOARGS, "Be None where it is loaded again."},
     {NULL}};

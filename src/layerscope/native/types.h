@@ -13,9 +13,9 @@
 
    A gate leaves everything as it was at anything it has not seen before, and calls the hook: its Python knows what to
    do. How a tensor lies is asked by DLPack's exchange of functions in C, which torch has for this. Nothing here calls
-   an operation of torch's, and all of it happens without letting go of the interpreter. Every function that is called,
-   and every object that is looked at, costs a microsecond there: what can be asked when all is taken, in one loop, is
-   not asked in the hook. */
+   an operation of torch's or lets go of the interpreter, but for the forward that a door calls. Every function that is
+   called, and every object that is looked at, costs a microsecond there: what can be asked when all is taken, in one
+   loop, is not asked in the hook. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -103,7 +103,7 @@ def has_raised(frame: FrameType, value: object) -> bool:
 
 
 def frames_to(outer: FrameType, frame: FrameType) -> int:
-    """Count the frames from a hook that `frame` runs to one further out, as if there were no door; -1 if it is not."""
+    """Count the frames from a hook that `frame` runs to one further out, -1 if there is none, as without a door."""
     frames = 3 if frame.f_code is CALLING else 1
     here: FrameType | None = frame
     while here is not None:

@@ -40,7 +40,7 @@ def hang(door: object | None, module: torch.nn.Module) -> None:
 
 
 def take_off(door: object | None, module: torch.nn.Module) -> None:
-    """Leave nothing of a door on a module; what others put there stays."""
+    """Leave nothing of a door on a module; what others have put there stays."""
     if door is not None and module.__dict__.get(_PLACE) is door:
         module.__dict__.pop(_PLACE, None)
 
@@ -80,10 +80,14 @@ def run_hooks(
     for key, hook in hooks if error is not None or value is RAISED else ():
         if key in always and key not in called:
             try:
-                run(key, hook)
+                made = run(key, hook)
+                value = value if made is None else made
             except Exception as raised:
                 said = f"a hook of {type(module).__name__} raised after another error: {raised}"
                 warnings.warn(said, stacklevel=2)
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, and that the value
     return value

@@ -8,9 +8,9 @@
 Where nothing but outputs are wanted, of a module with no other watched one inside, a single hook sees the call end:
 each hook costs microseconds, most of them torch's. Hooks return None, hold no state on the user's modules, stay silent
 in deep copies and forked children, and turn into nothing when the model is pickled. On a GPU torch calls a gate in
-their place, where a call like the last one passes, and a door in the place of a module whose single hook is one
-(`native/`). Their `__call__` is the shortest way for the commonest call; any other goes through the watcher, which also
-knows when the hooks are to be there.
+their place, where a call like the last one passes, and a door in the place of a module whose single hook is one, which
+is an attribute of that module meanwhile (`native/`). Their `__call__` is the shortest way for the commonest call; any
+other goes through the watcher, which also knows when the hooks are to be there.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class Pair:
         for hook in (self._before, self._after):
             if hook is not None:
                 hook.shut()
+        if self._door is not None:
+            self._door.close()  # others may have it, who have copied the module's attributes
 
     def see_begin(self) -> None:
         """See calls begin as well from now on; those under way are seen to end as before."""

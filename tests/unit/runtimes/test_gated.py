@@ -1529,23 +1529,21 @@ def registrations(told):
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-@pytest.mark.parametrize("raises", [False, True], ids=["", "and it raises"])
-@pytest.mark.parametrize("inside", [False, True], ids=["between", "in a forward"])
+@pytest.mark.parametrize("when", ["between", "in a forward", "in one that raises"])
 @pytest.mark.parametrize("kind", registrations([]))
-def test_hooks_of_others_that_come_and_go_are_called_as_ever(assert_alike_behind_doors, kind, inside, raises):
+def test_hooks_of_others_that_come_and_go_are_called_as_ever(assert_alike_behind_doors, kind, when):
     def run(model, here):
         told, made, handles = [], [], []
 
         def register(model, m, x):
             handles.append(registrations(told)[kind](m))
-            if raises:
+            if when == "in one that raises":
                 raise ValueError("after it has registered")
 
         for call in (1, 2, 3):
             model.part.acts[call] = functools.partial(register, model)
-            if not inside:
-                with contextlib.suppress(ValueError):
-                    model.part.acts.pop(call)(model.part, X)
+            if when == "between":
+                model.part.acts.pop(call)(model.part, X)
             for step in range(STEPS):
                 made.append(model((X + step).requires_grad_()))
                 made[-1].sum().backward()
@@ -1553,6 +1551,46 @@ def test_hooks_of_others_that_come_and_go_are_called_as_ever(assert_alike_behind
                 handles.pop().remove()
             made += [model(X + step) for step in range(STEPS)]
         return [one.detach() for one in made], told, model.errors
+
+    assert_alike_behind_doors(acting, run)
+
+
+@pytest.mark.filterwarnings("ignore:a hook of", "ignore:module forward hook")
+@pytest.mark.parametrize("raises", ["the forward", "a hook"])
+def test_hooks_that_are_always_called_are_told_what_the_one_before_made(assert_alike_behind_doors, raises):
+    def run(model, here):
+        told, made, handles = [], [], []
+
+        def always(name, made=None):
+            def hook(module, args, value):
+                told.append((name, "a tensor" if isinstance(value, torch.Tensor) else value))
+                return made
+
+            return hook
+
+        def fails(*given):
+            raise ValueError("by a hook")
+
+        def act(m, x):
+            hooks = (
+                always("first"),
+                always("second", "the second's"),
+                fails,
+                always("third", "the third's"),
+                always("last"),
+            )
+            handles.extend(m.register_forward_hook(hook, always_call=True) for hook in hooks)
+            if raises == "the forward":
+                raise KeyError("by itself")
+
+        for call in (1, 2, 3):
+            model.part.acts[call] = act
+            with contextlib.suppress(TypeError):
+                model(X)
+            while handles:
+                handles.pop().remove()
+            made += [model(X + step) for step in range(STEPS)]
+        return made, told, model.errors
 
     assert_alike_behind_doors(acting, run)
 
@@ -1619,6 +1657,24 @@ def test_calls_are_numbered_alike_where_somebody_is_around_every_call(assert_ali
     alone = assert_alike.record(acting, run, OUTPUTS, gated=False)
     monkeypatch.setattr(nn.Module, "_call_impl", lambda self, *args, **kwargs: CALL(self, *args, **kwargs))
     assert assert_alike.record(acting, run, OUTPUTS, gated=False).rows == alone.rows
+
+
+@pytest.mark.parametrize("more", [(0, 0, 1), (0, 2, 0), (1, 0, 1)], ids=str)
+def test_a_module_that_calls_itself_after_calls_that_passed_is_numbered_as_ever(assert_alike, more):
+    def part(m, x, more):
+        return m(x + 1, more - 1) * 2 if more else x * 3
+
+    def forward(m, x):
+        for one in m.more.pop(0):
+            x = m.part(x, one)
+        return x
+
+    def make():
+        model = Holder(forward, part=Holder(part))
+        model.more = [*[(0, 0, 0)] * 6, more, *[(0, 0, 0)] * 3]
+        return model
+
+    assert_alike(make, steps(X, count=10), OUTPUTS)
 
 
 @pytest.mark.parametrize("levels", [0, 1, 2, 4, 5, 6, 7, 8])  # at 3, it is one hook that counts otherwise: its README
@@ -1724,7 +1780,9 @@ def test_a_module_that_is_compiled_in_place_has_no_door_any_more(assert_alike_be
 
 def replica(module):
     made = module._replicate_for_data_parallel()
-    made.weight, made.bias = module.weight.detach() * 2, module.bias.detach()
+    for name, parameter in module._parameters.items():
+        if name not in made._parameters:  # a graph's replica has its own
+            setattr(made, name, parameter.detach())
     return made
 
 
@@ -1738,18 +1796,37 @@ def test_a_copy_is_called_as_itself_and_has_nothing_of_ours(assert_alike_behind_
     def make():
         model = acting()
         if graph:
-            model.first = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
-            model.first.weight, model.first.bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+            model.first = torch.fx.symbolic_trace(model.first)
         return model
 
     def act(model, m, x):
         other = copied(model.first)
         assert copied is replica or other._compiled_call_impl is None
-        with torch.no_grad():
-            other.weight *= 3
+        other.forward = lambda x, forward=other.forward: forward(x) * 3
         return other(x)
 
-    assert_alike_behind_doors(make, acts(act))
+    def run(model, here):
+        made = acts(act)(model, here)
+        assert model.errors == []
+        return made
+
+    assert_alike_behind_doors(make, run)
+
+
+def test_what_has_taken_over_the_attributes_of_a_recorded_module_holds_nothing_of_ours(assert_alike_behind_doors):
+    others = []
+
+    def run(model, here):
+        made = [model(X + step) for step in range(STEPS)]
+        other = nn.Linear(4, 4)
+        other.__dict__ = dict(model.first.__dict__)
+        others.append(other)
+        return made
+
+    assert_alike_behind_doors(acting, run)
+    assert [other(X).shape for other in others] == [X.shape] * len(others)
+    doors = [door for other in others if (door := other.__dict__.get("_compiled_call_impl")) is not None]
+    assert [door.gate for door in doors] == [None]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on another thread"])
