@@ -7,7 +7,8 @@ The model is a 24-layer Llama of 1.3 B parameters in bfloat16 with random weight
 until the model's own stream has finished them: that is what the model feels. What is still on its way to the host then
 is waited for outside the lap. 4 x 2048 tokens keep the device busy; at 1 x 512 tokens and at one token the forward
 waits for Python, so every microsecond of a hook counts, and the host's speed changes by more than that from one lap to
-the next: there, steps of the model take turns with those of a twin that shares its weights and is not recorded.
+the next: there, steps of the model take turns with those of a twin that shares its weights and is not recorded, and a
+step is over when it returns.
 `--naive` times what scripts do too.
 
 It exits with 1 if a check failed or a recording lost something; a ratio over its limit is only marked.
@@ -161,7 +162,7 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
         ratios, alone = (taking_turns if case.alternates else paired)(plain, variants, rounds=rounds)
         place = list(CASES).index(key)
         limits = {name: wanted.limits[place] for name, wanted in RECORDED.items() if wanted.limits}
-        laps = f"twice {case.steps} steps, each between two plain ones" if case.alternates else f"{case.steps} steps"
+        laps = f"twice {case.steps} steps, two plain ones after each" if case.alternates else f"{case.steps} steps"
         title = f"{case.name}, {rounds} rounds of {laps}"
         print(table(title, ratios, plain=alone, limits=limits), flush=True)
     except Exception as error:
