@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 CASES = {
     "prefill": Case("prefill 4 x 2048", (4, 2048), False, 6, 10, 10),
-    "train": Case("train 4 x 2048", (4, 2048), True, 2, 1, 1),
+    "train": Case("train 4 x 2048", (4, 2048), True, 2, 3, 3),
     "short": Case("prefill 1 x 512", (1, 512), False, 10, 6, 40, True),
     "token": Case("one token", (1, 1), False, 10, 6, 6, True),
 }
