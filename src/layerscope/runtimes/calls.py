@@ -18,16 +18,7 @@ from layerscope.points import Leaf
 from layerscope.runtimes.doors import may_stand
 from layerscope.runtimes.sink import Step
 
-__all__ = [
-    "Call",
-    "Calls",
-    "Local",
-    "Special",
-    "frames_to",
-    "has_raised",
-    "modules_running",
-    "runs_of",
-]
+__all__ = ["Call", "Calls", "Local", "Special", "frames_to", "has_raised", "modules_running", "runs_of"]
 
 _CALL_OF_A_MODULE = CALL.__code__
 
@@ -104,7 +95,7 @@ def has_raised(frame: FrameType, value: object) -> bool:
 
 def frames_to(outer: FrameType, frame: FrameType) -> int:
     """Count the frames from a hook that `frame` runs to one further out, -1 if there is none, as without a door."""
-    frames = 3 if frame.f_code is CALLING else 1
+    frames = 1 + (2 if frame.f_code is CALLING else 0)  # torch's own two, which a door does without
     here: FrameType | None = frame
     while here is not None:
         if here is outer:

@@ -1,10 +1,10 @@
-"""The doors of `native/`: where one may stand, and what torch would do when a call turns out not to pass.
+"""The doors of `native/`: where one may stand, and what is left to do for a call that does not pass.
 
-hang(door, module)
-...
-value = run_hooks(module, args, kwargs, value, ours=hook, see=hook.see)     # in the middle of a call
-...
-take_off(door, module)
+    hang(door, module)                  # torch calls it in the module's place
+    ...
+    take_off(door, module)
+
+A forward has run by the time its value turns out not to pass: `run_hooks` does then what torch would have done.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class Pair:
         self._before = None if ends else Before(watcher, module, name, sides, "input")
         self._after = (End if ends else After)(watcher, module, name, sides, "output")
         self._handles: list[RemovableHandle] = []
-        self._door = self._after.door() if isinstance(self._after, End) else None
+        gate = self._after.gate
+        self._door = gate.door() if ends and gate is not None else None
 
     @property
     def is_alone(self) -> bool:
@@ -111,8 +112,6 @@ class Pair:
             self._before = Before(after.watcher, self.module, self.name, after.sides, "input")
             after.begins = True
             after.shut()
-            take_off(self._door, self.module)
-            self._door = None
             self._handles.insert(0, self.module.register_forward_pre_hook(self._before.called, with_kwargs=True))
 
 
@@ -326,10 +325,6 @@ class End(Hook):
                 self.look(step, _frame_at(1), value)
         except Exception as error:
             self.failed(error)
-
-    def door(self) -> Any | None:
-        """Return what torch may call in the module's place, where there is a gate."""
-        return None if self.gate is None else self.gate.door()
 
     def late(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
         """Do what torch would, now that a door's forward is over, and see the end of the call; return its value."""
