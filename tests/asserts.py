@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 
@@ -54,3 +58,21 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
         if (a.numel() and a.dim())
         else torch.equal(a, b) or bool((a != a).all() and (b != b).all())
     )
+
+
+def assert_lives_through(ask: Callable[[], object]) -> None:
+    """Ask something that may end the process, in another one."""
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        try:
+            ask()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 0, "it died of a signal" if code < 0 else "it raised"

@@ -9,7 +9,6 @@ import _thread
 import copy
 import ctypes
 import gc
-import os
 import pickle
 import sys
 import threading
@@ -24,7 +23,9 @@ from torch import nn
 from torch.nn.modules import module as everywhere
 from torch.overrides import TorchFunctionMode
 
+from asserts import assert_lives_through
 from layerscope import native
+from played import Step, bits
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=f"no gates: {native.why_not()}")
 
@@ -37,18 +38,6 @@ MANY = 1000
 
 # Who calls a forward, by the name of the function.
 DOOR, TORCH, PLAINLY = "_wrapped_call_impl", "inner", "_call_impl"
-
-
-class Step:
-    """A step, as the recorder makes them."""
-
-    def __init__(self, requests):
-        self.calls = {}
-        self.moments = {}
-        self.requests = requests
-
-    def at(self, call):
-        return self.moments.setdefault(call, f"call {call}")
 
 
 class Hook:
@@ -144,28 +133,6 @@ class Doorway:
         if left is not None:
             gates.release(left[0])
         self.kept.clear()
-
-
-def bits(count):
-    return torch.arange(count, dtype=torch.float32)
-
-
-def assert_lives_through(ask):
-    """Ask something that may end the process, in another one."""
-    if not hasattr(os, "fork"):
-        pytest.skip("no fork")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if not child:
-        try:
-            ask()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code == 0, "it died of a signal" if code < 0 else "it raised"
 
 
 # Which way a call goes ------------------------------------------------------------------------------------------------

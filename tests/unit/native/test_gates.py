@@ -8,12 +8,10 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import os
 import pickle
 import struct
 import sys
 import threading
-import traceback
 import weakref
 from types import SimpleNamespace
 
@@ -21,7 +19,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from asserts import assert_lives_through
 from layerscope import native
+from played import Step, bits
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=f"no gates: {native.why_not()}")
 
@@ -31,18 +31,6 @@ HERE = -1
 ENTRY = struct.Struct("qqq")
 SLOTS, TILE, PROGRAMS = 4, 128, 3
 MB = 1 << 20
-
-
-class Step:
-    """A step, as the recorder makes them."""
-
-    def __init__(self, requests):
-        self.calls = {}
-        self.moments = {}
-        self.requests = requests
-
-    def at(self, call):
-        return self.moments.setdefault(call, f"call {call}")
 
 
 class Standing:
@@ -151,28 +139,6 @@ class Desk:
         for at in range(count):
             where, items, _ = ENTRY.unpack(ctypes.string_at(address + 24 * at, 24))
             self.values.append(list((ctypes.c_float * items).from_address(where)))
-
-
-def assert_lives_through(ask):
-    """Ask something that may end the process, in another one."""
-    if not hasattr(os, "fork"):
-        pytest.skip("no fork")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if not child:
-        try:
-            ask()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code == 0, "it died of a signal" if code < 0 else "it raised"
-
-
-def bits(count):
-    return torch.arange(count, dtype=torch.float32)
 
 
 # What waits -----------------------------------------------------------------------------------------------------------
