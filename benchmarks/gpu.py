@@ -7,8 +7,8 @@ The model is a 24-layer Llama of 1.3 B parameters in bfloat16 with random weight
 until the model's own stream has finished them: that is what the model feels. What is still on its way to the host then
 is waited for outside the lap. 4 x 2048 tokens keep the device busy; at 1 x 512 tokens and at one token the forward
 waits for Python, so every microsecond of a hook counts, and the host's speed changes by more than that from one lap to
-the next: there, steps of the model take turns with those of a twin that shares its weights and is not recorded, and a
-step is over when it returns.
+the next: there, five steps of the model take turns with five of a twin that shares its weights and is not recorded, and
+a step is over when it returns.
 `--naive` times what scripts do too.
 
 It exits with 1 if a check failed or a recording lost something; a ratio over its limit is only marked.
@@ -39,7 +39,7 @@ PARTS = ("table", "kernels", "checks")
 
 
 class Case(NamedTuple):
-    """A step to be timed, how many of them make a lap, and how many come before that, untimed.
+    """A step to be timed, how many of them make a lap (or turns of five), and how many come before that, untimed.
 
     A device at rest runs faster than one that has worked for a while. And small tensors are held back to the end of a
     step once that was tried, up to 48 MB of them in a step: the inputs and outputs of 1 x 512 tokens are 700 MB.
@@ -57,8 +57,8 @@ class Case(NamedTuple):
 CASES = {
     "prefill": Case("prefill 4 x 2048", (4, 2048), False, 6, 10, 10),
     "train": Case("train 4 x 2048", (4, 2048), True, 2, 3, 3),
-    "short": Case("prefill 1 x 512", (1, 512), False, 10, 6, 40, True),
-    "token": Case("one token", (1, 1), False, 10, 6, 6, True),
+    "short": Case("prefill 1 x 512", (1, 512), False, 3, 6, 40, True),
+    "token": Case("one token", (1, 1), False, 3, 6, 6, True),
 }
 
 
@@ -162,7 +162,7 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
         ratios, alone = (taking_turns if case.alternates else paired)(plain, variants, rounds=rounds)
         place = list(CASES).index(key)
         limits = {name: wanted.limits[place] for name, wanted in RECORDED.items() if wanted.limits}
-        laps = f"twice {case.steps} steps, two plain ones after each" if case.alternates else f"{case.steps} steps"
+        laps = f"twice {case.steps} turns of five steps" if case.alternates else f"{case.steps} steps"
         title = f"{case.name}, {rounds} rounds of {laps}"
         print(table(title, ratios, plain=alone, limits=limits), flush=True)
     except Exception as error:

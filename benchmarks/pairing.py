@@ -5,7 +5,7 @@
 
 A lap returns its seconds per step. A ratio is that of one lap to the mean of its two neighbours, so that what changes
 slower than a lap is in all three; the median is taken over rounds. Where a step is all Python, plain and other steps
-can take turns within a lap (`alternating`), and what changes slower than a step is in both.
+can take turns within a lap (`alternating`), and what changes slower than a few steps is in both.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ __all__ = ["Lap", "alternating", "in_turn", "judged", "paired", "table"]
 
 Lap = Callable[[], float]
 
+_TURN = 5  # steps
+
 
 def paired(plain: Lap, variants: Mapping[str, Lap], *, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
-    """Return the ratios of every variant, one per round, and all laps of the plain run.
+    """Return the ratios of every variant, one per round, and all laps of the plain run, of which one more is run.
 
     Garbage is collected between laps, never in one.
     """
     ratios: dict[str, list[float]] = {name: [] for name in variants}
-    laps: list[float] = []
+    laps = [plain()]
     for name in in_turn(variants, rounds):
-        before, lap, after = plain(), variants[name](), plain()
-        ratios[name].append(lap / ((before + after) / 2))
-        laps += [before, after]
+        lap = variants[name]()
+        laps.append(plain())
+        ratios[name].append(lap / statistics.fmean(laps[-2:]))
     return ratios, laps
 
 
@@ -49,21 +51,27 @@ def in_turn(variants: Iterable[str], rounds: int) -> Iterator[str]:
 
 
 def alternating(plain: Callable[[], object], other: Callable[[], object], *, turns: int) -> float:
-    """Return the ratio of steps that take turns with plain ones, back to back.
+    """Return the ratio of steps that take turns with plain ones, five of them at a time, back to back.
 
-    Two plain ones follow each. What it leaves to a thread or to the device falls into the first of them, and is counted
-    as its own; the second says what a step takes. The mean is taken: what is paid in one step of ten is paid. A turn is
-    over when it returns: this is for steps that the host takes longer to ask for than the device to do.
+    Five hold what is paid in one step of five. What they leave to a thread or to the device falls into the plain step
+    after them, and is counted as theirs. The median is taken over turns. A step is over when it returns: this is for
+    steps that the host takes longer to ask for than the device to do.
     """
-    seconds: list[float] = []
+    ratios = []
+    before = _seconds(plain, _TURN)
+    for _ in range(turns):
+        others, next_one, after = _seconds(other, _TURN), _seconds(plain, 1), _seconds(plain, _TURN)
+        usual = (before + after) / 2
+        ratios.append((others + next_one) / usual - 1 / _TURN)
+        before = after
+    return statistics.median(ratios)
+
+
+def _seconds(step: Callable[[], object], count: int) -> float:
     began = time.perf_counter()
-    for turn in range(3 * turns + 1):
-        (other if turn % 3 == 1 else plain)()
-        now = time.perf_counter()
-        seconds.append(now - began)
-        began = now
-    other_one, next_one, usual = (statistics.fmean(seconds[at::3]) for at in (1, 2, 0))
-    return (other_one + next_one) / usual - 1
+    for _ in range(count):
+        step()
+    return time.perf_counter() - began
 
 
 def judged(value: float, limit: float | None, *, least: bool = False) -> str:

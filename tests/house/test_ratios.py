@@ -46,11 +46,22 @@ class Clock:
 def test_steps_that_take_turns_pay_for_what_they_cost(pairing, monkeypatch, costs, ratio):
     clock = Clock(**costs)
     monkeypatch.setattr(pairing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    assert pairing.alternating(clock.plain, clock.other, turns=10) == pytest.approx(ratio)
+    assert pairing.alternating(clock.plain, clock.other, turns=4) == pytest.approx(ratio)
+
+
+def test_a_turn_in_which_the_machine_stops_is_one_of_many(pairing, monkeypatch):
+    clock = Clock(in_it=0.02)
+
+    def other():
+        clock.other()
+        clock.now += 9.0 if clock.steps == 7 else 0.0
+
+    monkeypatch.setattr(pairing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    assert pairing.alternating(clock.plain, other, turns=4) == pytest.approx(1.02)
 
 
 def test_a_lap_is_set_against_the_plain_ones_before_and_after_it(pairing):
-    plain = iter([1.0, 3.0, 2.0, 4.0])
-    ratios, laps = pairing.paired(lambda: next(plain), {"other": lambda: 3.0}, rounds=2)
-    assert ratios == {"other": [1.5, 1.0]}
-    assert laps == [1.0, 3.0, 2.0, 4.0]
+    plain, other = iter([1.0, 3.0, 2.0]), iter([3.0, 5.0])
+    ratios, laps = pairing.paired(lambda: next(plain), {"other": lambda: next(other)}, rounds=2)
+    assert ratios == {"other": [1.5, 2.0]}
+    assert laps == [1.0, 3.0, 2.0]
