@@ -25,7 +25,7 @@ CALL = torch.nn.Module._call_impl  # torch's way around a forward
 CALLING = torch.nn.Module._wrapped_call_impl.__code__  # where torch goes it, or calls a door in its place
 RAISED = object()  # what a hook is told behind a door, of a forward that returned nothing
 
-_KINDS = ("forward_pre", "forward", "backward_pre", "backward")  # of hooks that all modules have
+_KINDS = ("forward", "forward_pre", "backward_pre", "backward")  # of hooks that all modules have: see `AFTER`
 
 
 def load() -> Any | None:

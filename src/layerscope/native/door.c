@@ -54,6 +54,26 @@ static Py_ssize_t size_of(PyObject *own,
     return found != NULL && PyDict_Check(found) ? PyDict_GET_SIZE(found) : -1;
 }
 
+/* Whether the gate is all that torch would call once a forward is over. */
+static int is_only_one_after(Gate *gate, PyObject *own)
+{
+    PyObject *hooks = PyDict_GetItemWithError(own, s_forward_hooks), *key, *hook = NULL;
+    Py_ssize_t at = 0;
+    if (hooks == NULL || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 1) return 0;
+    if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, AFTER))) return 0;
+    PyDict_Next(hooks, &at, &key, &hook);
+    return hook == (PyObject *)gate;
+}
+
+/* Whether it still is: a forward may register hooks. Those of other kinds are for the next call. */
+static int is_still_only_one_after(Gate *gate)
+{
+    PyObject *own = PyObject_GenericGetDict(gate->module, NULL);
+    int is = own != NULL && is_only_one_after(gate, own);
+    Py_XDECREF(own);
+    return is;
+}
+
 /* Whether the gate is all that torch would call around a forward, and nobody has put something else in torch's place.
  */
 static int is_only_hook(Gate *gate)
@@ -61,14 +81,13 @@ static int is_only_hook(Gate *gate)
     if (_PyType_Lookup(Py_TYPE(gate->module), s_call_impl) != torchs_call) return 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(global_hooks); i++)
         if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, i))) return 0;
-    PyObject *own = PyObject_GenericGetDict(gate->module, NULL), *key, *hook = NULL;
+    PyObject *own = PyObject_GenericGetDict(gate->module, NULL);
     if (own == NULL) return 0;
-    Py_ssize_t at = 0;
-    if (PyDict_GetItemWithError(own, s_call_impl) == NULL && size_of(own, s_forward_hooks) == 1 &&
-        !size_of(own, s_forward_pre_hooks) && !size_of(own, s_backward_hooks) && !size_of(own, s_backward_pre_hooks))
-        PyDict_Next(PyDict_GetItemWithError(own, s_forward_hooks), &at, &key, &hook);
+    int is = PyDict_GetItemWithError(own, s_call_impl) == NULL && is_only_one_after(gate, own) &&
+             !size_of(own, s_forward_pre_hooks) && !size_of(own, s_backward_hooks) &&
+             !size_of(own, s_backward_pre_hooks);
     Py_DECREF(own);
-    return hook == (PyObject *)gate;
+    return is;
 }
 
 static int is_traced(void)
@@ -125,8 +144,9 @@ static PyObject *go_through(Gate *gate, PyObject *args, PyObject *kwargs)
     gate->under_way--;
     Py_DECREF(forward);
     PyObject *const given[] = {gate->module, args, kwargs, value};
-    int passed =
-        value != NULL && is_only_hook(gate) && is_passable(gate) ? end_of(gate, given, gate->away - TORCHS) : 0;
+    int passed = value != NULL && is_still_only_one_after(gate) && is_passable(gate)
+                     ? end_of(gate, given, gate->away - TORCHS)
+                     : 0;
     if (passed == 1) return value;
     gate->passes = 0;
     if (passed == -1 && PyErr_Occurred()) {

@@ -62,6 +62,7 @@ static int refers_to(PyObject *weak, PyObject *object)
 #define DIRECTLY 4 /* frames from torch's own to the one of the outer call, where nothing is in between */
 #define TORCHS 2   /* frames of torch's own between a module that is called and a hook that is: a door has none */
 #define WAYS 8
+#define AFTER 0 /* among the hooks of all modules, those that torch calls once a forward is over */
 
 /* What `prepare` was given. */
 static PyObject *tensor_type, *graph_task, *has_modes, *count_type, *raw_stream, *tracing_state, *global_hooks,

@@ -198,7 +198,8 @@ def hooked_by_another(doorway):
     doorway.module.register_forward_hook(lambda module, args, value: None)
 
 
-UNLIKELY = [closed, shut, barred, hooked_before, hooked_after, hooked_backward, hooked_before_backward]
+NOT_AFTER = [hooked_before, hooked_backward, hooked_before_backward]  # torch looks for these before the forward
+UNLIKELY = [closed, shut, barred, hooked_after, *NOT_AFTER]
 
 
 @pytest.mark.parametrize("make", [*UNLIKELY, hooked_by_another], ids=lambda make: make.__name__)
@@ -519,7 +520,7 @@ def remove(doorway):
     doorway.handle.remove()
 
 
-@pytest.mark.parametrize("change", [*UNLIKELY, remove], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [closed, shut, barred, hooked_after, remove], ids=lambda change: change.__name__)
 def test_a_forward_that_changes_what_is_around_it_leaves_its_end_to_the_hooks(change):
     def does():
         change(doorway)
@@ -532,6 +533,39 @@ def test_a_forward_that_changes_what_is_around_it_leaves_its_end_to_the_hooks(ch
     assert doorway.module.ways == [DOOR]
     assert doorway.hook.late_calls == [(doorway.module, (), {}, value)]
     assert len(doorway.kept) == 1
+
+
+@pytest.mark.parametrize("change", NOT_AFTER, ids=lambda change: change.__name__)
+def test_a_hook_of_another_kind_that_a_forward_registers_is_for_the_next_call(change):
+    def does():
+        change(doorway)
+        return value
+
+    doorway, value = Doorway().ready(), bits(4)
+    doorway.module.does = does
+
+    assert doorway.call() is value
+    assert doorway.hook.late_calls == []
+    assert doorway.kept[-1].tensor is value
+    doorway.module.does = lambda: value
+    assert doorway.way() == TORCH
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "full_backward", "full_backward_pre"])
+def test_so_it_is_for_torch_where_a_module_has_a_hook(kind):
+    calls = []
+
+    class Registers(nn.Linear):
+        def forward(self, x):
+            if x.shape[0] == 1:
+                getattr(self, f"register_{kind}_hook")(lambda *told: calls.append(told))
+            return super().forward(x)
+
+    module = Registers(2, 2)
+    module.register_forward_hook(lambda module, args, value: None)
+    for called, size in enumerate((1, 2)):
+        module(torch.ones(size, 2, requires_grad=True)).sum().backward()
+        assert len(calls) == called
 
 
 def test_a_forward_may_take_its_door_away():
