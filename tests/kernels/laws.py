@@ -27,15 +27,18 @@ def values(dtype, size):
     return words.view(torch.uint8)[: size * dtype.itemsize].view(dtype)
 
 
-def brought(*lying):
-    """What lies at addresses, so many bytes at each: of the GPU where there is one."""
+def brought(address, usual, filled):
+    """What lies at an address, of the GPU where there is one: as much as the usual part of it tells."""
+    return _lying(address, filled(_lying(address, usual)))
+
+
+def _lying(address, size):
     if not torch.cuda.is_available():
-        return [np.frombuffer(ctypes.string_at(address, size), np.uint8) for address, size in lying]
-    hosts = [torch.empty(size, dtype=torch.uint8).pin_memory() for _, size in lying]
-    for host, (address, size) in zip(hosts, lying, strict=True):
-        copying(0)(host.data_ptr(), address, size, torch.cuda.current_stream().cuda_stream)
+        return np.frombuffer(ctypes.string_at(address, size), np.uint8)
+    host = torch.empty(size, dtype=torch.uint8).pin_memory()
+    copying(0)(host.data_ptr(), address, size, torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()
-    return [host.numpy() for host in hosts]
+    return host.numpy()
 
 
 def assert_like_the_cpu(summary, tensor, *, level="full"):

@@ -42,8 +42,8 @@ class Host:
         cargo.unload()
         cargo.finish()
 
-    def bring(self, *lying):
-        return brought(*lying)
+    def bring(self, address, usual, filled):
+        return brought(address, usual, filled)
 
 
 @pytest.fixture

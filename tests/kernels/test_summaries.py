@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import groupby
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,36 @@ def test_squares_that_leave_the_range_of_float64_do_no_harm(scale):
     for level in ("moments", "full"):
         [summary] = swept([tensor], level=level)
         assert_like_the_cpu(summary, tensor, level=level)
+
+
+def test_a_sheet_lists_the_buckets_of_each_tensor_one_after_the_other_and_nothing_else():
+    tensors = [values(torch.float32, 3000), torch.zeros(40), torch.tensor([1.0, -1.0, 1.0, 2.0, -0.0]), torch.ones(1)]
+    stream = torch.cuda.current_stream().cuda_stream if REAL else 0
+    slots = Slots(DEVICE, "full", stream)
+    there = [tensor.to(DEVICE) for tensor in tensors]
+    for index, tensor in enumerate(there):
+        slots.starting(tensor.dtype)(index, tensor.data_ptr(), tensor.numel())
+    words, used, buckets = slots.gather(len(there))
+    assert (used, buckets, words.numel()) == (4, 1 << 15, 4 * (32 + (1 << 15)))
+    words = words.cpu().numpy()
+    heads, listed = words[: 4 * 32].reshape(4, 32), words[4 * 32 :]
+    end = 0
+    for index in np.argsort(heads[:, 14], kind="stable"):
+        size, begin = heads[index, 13:15]
+        bits = tensors[index].numpy()[tensors[index].numpy() != 0].view(np.uint32) >> 17
+        places, counts = np.unique(bits, return_counts=True)
+        assert size == places.size
+        if size:  # an empty list may begin anywhere
+            assert begin == end
+            assert (listed[begin : begin + size] % (1 << 32)).tolist() == places.tolist()
+            assert (listed[begin : begin + size] >> 32).tolist() == counts.tolist()
+            end += size
+
+
+def test_a_sheet_of_nothing_but_zeros_has_an_empty_list():
+    tensors = [torch.zeros(size) for size in (1, 9, 300)]
+    for summary, tensor in zip(swept(tensors), tensors, strict=True):
+        assert_like_the_cpu(summary, tensor)
 
 
 def test_slots_are_empty_again_after_they_were_gathered():

@@ -26,7 +26,7 @@ import torch
 from layerscope.errors import Unsupported
 from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Landed, Lost, Trip, as_tensor, flat
 from layerscope.recorder.pinned import Pinned, Room
-from layerscope.stats.driver import Launch, allow_captures, copy_address, copying, why_no_driver
+from layerscope.stats.driver import Launch, allow_captures, copy_address, copying, following, marking, why_no_driver
 from layerscope.stats.launching import why_not
 
 __all__ = [
@@ -146,12 +146,16 @@ class Lane:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stage = torch.empty(_STAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._octets: Bytes = self._stage.numpy()  # the same memory
         self._queue: SimpleQueue[Carried | None] = SimpleQueue()  # None only asks for page-locked memory
         self._origins: dict[int, torch.cuda.Stream] = {}  # by their number
         self._ferries: dict[int, tuple[Launch, int]] = {}  # of each stream, and the bytes that a program takes
         self._tiny = -1 if why_not() else _TINY  # bytes of what goes by the kernel
         self.pinned = None if why_no_driver() else Pinned(let_go=self._retire, ask=partial(self._queue.put, None))
         self._copy = None if why_no_driver() else copying(device.index)
+        self._mark = None if why_no_driver() else marking(device.index)
+        self._follow = None if why_no_driver() else following(device.index)
+        self._arrived.record(self._stream)  # which makes it
         threading.Thread(target=self._carry, name=f"layerscope-{device}", daemon=True).start()
 
     def board(self, arrival: Arrival, tensor: torch.Tensor) -> None:
@@ -400,7 +404,7 @@ class Lane:
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, Bytes]]) -> None:
         """Copy contiguous tensors to the host; in the lane's thread."""
-        stage, at = self._stage.numpy(), 0
+        stage, at = self._octets, 0
         staged: list[tuple[torch.Tensor, torch.Tensor, Bytes, Bytes]] = []
         for tensor, target in pairs:
             source, done = flat(tensor), 0
@@ -425,27 +429,32 @@ class Lane:
                 np.copyto(target, source[: target.size])
             staged.clear()
 
-    def bring(self, *lying: tuple[int, int]) -> list[Bytes]:
-        """Return what lies at addresses of the device, so many bytes at each; in the lane's thread.
+    def bring(self, address: int, usual: int, filled: Callable[[Bytes], int]) -> Bytes:
+        """Return what lies at an address of the device: as many bytes as `filled` tells from the `usual` first ones.
 
-        A model that waits for Python waits for this thread too, each time it lets go of the interpreter and wants it
-        back: so it calls the driver, and waits once for each stage that is full.
+        In the lane's thread. A model that waits for Python waits for this thread too, each time it lets go of the
+        interpreter and wants it back: twice here, to wait and to copy, where no more is there than is usual.
         """
-        assert self._copy is not None  # there are no statistics on a device without the driver
-        stage, found = self._stage.numpy(), [np.empty(size, np.uint8) for _, size in lying]
-        parts = [(n, at, min(size - at, _STAGE)) for n, (_, size) in enumerate(lying) for at in range(0, size, _STAGE)]
-        while parts:
-            used, going = 0, []
-            while parts and used + parts[0][2] <= _STAGE:
-                number, at, size = parts.pop(0)
-                self._copy(self._stage.data_ptr() + used, lying[number][0] + at, size, self._stream.cuda_stream)
-                going.append((found[number][at : at + size], stage[used : used + size]))
-                used += size
-            self._arrived.record(self._stream)
-            self._arrived.synchronize()
-            for target, source in going:
-                target[:] = source
+        part = self._staged(address, min(usual, _STAGE))
+        size = filled(part)
+        found = np.empty(size, np.uint8)
+        done = min(part.size, size)
+        found[:done] = part[:done]
+        while done < size:
+            part = self._staged(address + done, min(size - done, _STAGE))
+            found[done : done + part.size] = part
+            done += part.size
         return found
+
+    def _staged(self, address: int, size: int) -> Bytes:
+        """Copy bytes of the device to the stage, and wait for them."""
+        assert self._copy is not None  # there are no statistics on a device without the driver
+        assert self._mark is not None
+        stream = self._stream.cuda_stream
+        self._copy(self._stage.data_ptr(), address, size, stream)
+        self._mark(self._arrived.cuda_event, stream)
+        self._arrived.synchronize()
+        return self._octets[:size]
 
     def _carry(self) -> None:
         torch.cuda.set_device(self._device)
@@ -463,7 +472,10 @@ class Lane:
     def _unload(self, cargo: Carried) -> None:
         error = None
         try:
-            self._stream.wait_event(cargo.ready)
+            if self._follow is None:
+                self._stream.wait_event(cargo.ready)
+            else:
+                self._follow(self._stream.cuda_stream, cargo.ready.cuda_event)
             cargo.unload()
         except BaseException as raised:
             error = raised
@@ -471,9 +483,10 @@ class Lane:
             cargo.finish(error)
         except Exception as raised:  # somebody else's; the lane must go on
             _log.warning("after a copy from %s: %s: %s", self._device, type(raised).__name__, raised)
-        with self._changed:
-            self._held -= cargo.size
-            self._changed.notify_all()
+        if cargo.size:  # nobody waits for others, and a lock that the model holds is waited for
+            with self._changed:
+                self._held -= cargo.size
+                self._changed.notify_all()
 
 
 _lanes: dict[int, Lane] = {}  # by the number of the device

@@ -4,6 +4,8 @@
     launch(address, count, programs)
     copy = copying(0)
     copy(to, source, size, stream)
+    marking(0)(event, stream)                # the event is where the stream has come to now
+    following(0)(other, event)               # what is asked of the other stream from now on waits for it
 
 Nothing here waits for the device, and a call takes two microseconds. To let go of the interpreter and get it back can
 take milliseconds when another thread is busy.
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["Launch", "allow_captures", "copy_address", "copying", "launcher", "why_no_driver"]
+__all__ = ["Launch", "allow_captures", "copy_address", "copying", "following", "launcher", "marking", "why_no_driver"]
 
 Launch = Callable[..., None]  # takes the kernel's arguments, a pointer as an address, and how many programs run it
 
@@ -54,6 +56,8 @@ def _driver() -> Any:
     address = ctypes.c_void_p
     driver.cuLaunchKernelEx.argtypes = (address, address, address, address)
     driver.cuMemcpyDtoHAsync_v2.argtypes = (address, address, ctypes.c_size_t, address)
+    driver.cuEventRecord.argtypes = (address, address)
+    driver.cuStreamWaitEvent.argtypes = (address, address, ctypes.c_uint)
     return driver
 
 
@@ -97,6 +101,36 @@ def copying(device: int) -> Callable[[int, int, int, int], None]:
             _insist(code, device, f"a copy of {size} bytes to the host", call, to, source, size, stream)
 
     return copy
+
+
+def marking(device: int) -> Callable[[int, int], None]:
+    """Return what records an event of a device: event, stream.
+
+    torch's lets go of the interpreter. It makes the event when it is first recorded, which must have been by torch.
+    """
+    call = _driver().cuEventRecord
+
+    def mark(event: int, stream: int) -> None:
+        code = call(event, stream)
+        if code:
+            _insist(code, device, "to record an event", call, event, stream)
+
+    return mark
+
+
+def following(device: int) -> Callable[[int, int], None]:
+    """Return what has a stream of a device wait for an event that was recorded: stream, event.
+
+    The caller goes on. torch's lets go of the interpreter.
+    """
+    call = _driver().cuStreamWaitEvent
+
+    def follow(stream: int, event: int) -> None:
+        code = call(stream, event, 0)
+        if code:
+            _insist(code, device, "to have a stream wait for an event", call, stream, event, 0)
+
+    return follow
 
 
 def copy_address() -> int:

@@ -9,11 +9,11 @@ import pytest
 
 from layerscope.stats import driver
 
-FUNCTION, STREAM, CONTEXT = 0x7F00_0000_1230, 0x7F00_0000_4560, 0x7F00_0000_7890
+FUNCTION, STREAM, CONTEXT, EVENT = 0x7F00_0000_1230, 0x7F00_0000_4560, 0x7F00_0000_7890, 0x7F00_0000_9990
 CONFIG = struct.Struct("=3I3II4xQQI4x")  # cuda.h's CUlaunchConfig: grid, block, shared, stream, attributes, how many
 WORD = struct.Struct("=q")
 HIDDEN = 4
-INVALID_CONTEXT, OUT_OF_MEMORY = 201, 2
+INVALID_CONTEXT, OUT_OF_MEMORY, INVALID_HANDLE = 201, 2, 400
 
 
 class Driver:
@@ -23,10 +23,13 @@ class Driver:
         self.arguments = arguments
         self.codes = []
         self.launches, self.copies, self.entered = [], [], []
+        self.marks, self.follows = [], []
         address, number = ctypes.c_void_p, ctypes.c_int
         calls = {
             "cuLaunchKernelEx": (self.launch, address, address, address, address),
             "cuMemcpyDtoHAsync_v2": (self.copy, address, address, ctypes.c_size_t, address),
+            "cuEventRecord": (self.mark, address, address),
+            "cuStreamWaitEvent": (self.follow, address, address, ctypes.c_uint),
             "cuDeviceGet": (self.device, address, number),
             "cuDevicePrimaryCtxRetain": (self.retain, address, number),
             "cuCtxSetCurrent": (self.set_current, address),
@@ -46,6 +49,14 @@ class Driver:
 
     def copy(self, to, source, size, stream):
         self.copies.append((to, source, size, stream))
+        return self.code()
+
+    def mark(self, event, stream):
+        self.marks.append((event, stream))
+        return self.code()
+
+    def follow(self, stream, event, flags):
+        self.follows.append((stream, event, flags))
         return self.code()
 
     def device(self, handle, ordinal):
@@ -153,6 +164,27 @@ def test_a_copy_enters_the_device_where_it_must_and_names_its_error(theirs):
     assert (len(theirs.copies), theirs.entered) == (2, [CONTEXT + 101])
     with pytest.raises(RuntimeError, match=r"refused a copy of 65 bytes to the host: CUDA error 2$"):
         copy(1 << 46, 1 << 47, 65, STREAM)
+
+
+def test_an_event_is_recorded_in_its_stream_and_another_stream_waits_for_it(theirs):
+    driver.marking(0)(EVENT, STREAM)
+    driver.following(0)(STREAM + 256, EVENT)
+    assert theirs.marks == [(EVENT, STREAM)]
+    assert theirs.follows == [(STREAM + 256, EVENT, 0)]
+
+
+@pytest.mark.parametrize(
+    ("making", "what"),
+    [(driver.marking, "to record an event"), (driver.following, "to have a stream wait for an event")],
+    ids=["marking", "following"],
+)
+def test_what_is_asked_of_an_event_enters_the_device_where_it_must_and_names_its_error(theirs, making, what):
+    ask = making(2)
+    theirs.codes = [INVALID_CONTEXT, 0, INVALID_HANDLE]
+    ask(EVENT, STREAM)
+    assert (len(theirs.marks + theirs.follows), theirs.entered) == (2, [CONTEXT + 102])
+    with pytest.raises(RuntimeError, match=rf"refused {what}: CUDA error 400$"):
+        ask(EVENT, STREAM)
 
 
 def test_the_memory_of_a_launch_lives_as_long_as_the_launch(theirs):

@@ -13,13 +13,15 @@ import numpy as np
 
 from layerscope.stats.bits import Array
 from layerscope.stats.device.slots import Sheet
+from layerscope.stats.device.sweeping import HEAD
 from layerscope.stats.sketch import LOWEST, STEPS, Sketch
 from layerscope.stats.summary import Summary
 
 __all__ = ["Gathered", "Numbers"]
 
 
-Bring: TypeAlias = Callable[..., list["np.ndarray[Any, np.dtype[np.uint8]]"]]  # of addresses and numbers of bytes
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+Bring: TypeAlias = Callable[[int, int, Callable[[Bytes], int]], Bytes]  # address, usual bytes, and how many these tell
 
 _USUAL = 1 << 18  # buckets that hold something, of all tensors on a sheet
 
@@ -78,30 +80,28 @@ class Numbers(NamedTuple):
 class Gathered:
     """The numbers of all tensors on a sheet; each is taken apart when it is asked for."""
 
-    def __init__(self, heads: Array, places: Array | None, counts: Array | None, *, wide: bool) -> None:
-        self._heads = heads
-        self._places = places
-        self._counts = counts
-        self._wide = wide
+    def __init__(self, words: Array, used: int, buckets: int) -> None:
+        self._heads = words[: HEAD * used].reshape(used, HEAD)
+        self._listed = words[HEAD * used :].view(np.int32).reshape(-1, 2) if buckets else None  # place and count
+        self._wide = buckets > 1 << 15
 
     @classmethod
     def read(cls, sheet: Sheet, bring: Bring) -> Gathered:
-        """Have a sheet's heads brought to the host, and of the lists as much as there is.
+        """Have a sheet's heads brought to the host, and of the list as much as there is.
 
         How much that is the heads tell; what is usual is brought with them, because to come twice takes twice as long.
         """
-        used, most = len(sheet.heads), sheet.lists.shape[1]
-        address, places = sheet.heads.data_ptr(), sheet.lists.data_ptr()
-        counts, usual = places + 4 * most, min(most, _USUAL)
-        if not most:
-            [octets] = bring((address, 256 * used))
-            return cls(octets.view(np.int64).reshape(used, 32), None, None, wide=False)
-        octets, *listed = bring((address, 256 * used), (places, 4 * usual), (counts, 4 * usual))
-        heads = octets.view(np.int64).reshape(used, 32)
-        total = int(heads[:, 13].sum())
-        if total > usual:
-            listed = bring((places, 4 * total), (counts, 4 * total))
-        return cls(heads, *(each[: 4 * total].copy().view(np.int32) for each in listed), wide=most // used > 1 << 15)
+        words, used, buckets = sheet
+        heads = HEAD * used
+
+        def filled(octets: Bytes) -> int:
+            if not buckets:
+                return 8 * heads
+            sizes = octets[: 8 * heads].view(np.int64)[13::HEAD]
+            return 8 * (heads + int(sizes.sum()))  # which does not let go of the interpreter for so few
+
+        usual = min(heads + _USUAL, words.numel())
+        return cls(bring(words.data_ptr(), 8 * usual, filled).view(np.int64), used, buckets)
 
     def __len__(self) -> int:
         return len(self._heads)
@@ -113,11 +113,11 @@ class Gathered:
 
     def __getitem__(self, index: int) -> Numbers:
         head = self._heads[index]
-        if self._places is None or self._counts is None:
+        if self._listed is None:
             return Numbers(head, None)
         size, begin = head[13:15].tolist()
-        part = slice(begin, begin + size)
-        return Numbers(head, _Buckets(self._places[part], self._counts[part], self._wide))
+        places, counts = self._listed[begin : begin + size].T
+        return Numbers(head, _Buckets(places, counts, self._wide))
 
 
 def _scaled(value: float, power: int) -> float:

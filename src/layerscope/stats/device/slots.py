@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from layerscope.stats.bits import Array, byte_values
-from layerscope.stats.device.sweeping import PROGRAMS, WORDS, gather, peak, sweep, sweep_all
+from layerscope.stats.device.sweeping import HEAD, PROGRAMS, WORDS, gather, peak, sweep, sweep_all
 from layerscope.stats.launching import ANY, Launching, launching
 from layerscope.stats.prints import WEIGHTS
 
@@ -72,10 +72,11 @@ def prepare(device: torch.device, dtypes: Iterable[torch.dtype], level: Level) -
 
 
 class Sheet(NamedTuple):
-    """What a gathering leaves on the device: a head for each tensor, and one list of all their buckets."""
+    """What a gathering leaves on the device: a head for each tensor and, behind them, one list of all their buckets."""
 
-    heads: torch.Tensor
-    lists: torch.Tensor  # places, and how often each
+    words: torch.Tensor
+    used: int  # how many tensors
+    buckets: int  # that one of them has at most: none where they were not asked for
 
 
 class Slots:
@@ -94,7 +95,8 @@ class Slots:
         self._rows = torch.zeros((self.size, (PROGRAMS + 1) * WORDS), dtype=torch.int64, device=device)
         self._tables = torch.zeros((self.size, max(self._buckets, 4)), dtype=torch.int32, device=device)
         self._cursors = torch.zeros((2, 4), dtype=torch.int32, device=device)
-        self._turn = 0
+        self._lying = self._rows.data_ptr(), self._tables.data_ptr()
+        self._turns = self._cursors.data_ptr(), self._cursors.data_ptr() + 16  # this gathering's, and the next one's
         self._weights = _on(device, WEIGHTS.view(np.int64))
         self._worth: dict[torch.dtype, torch.Tensor] = {}
         self._programs = _most_programs(device)
@@ -102,18 +104,11 @@ class Slots:
 
     def gather(self, used: int) -> Sheet:
         """Launch the gathering of the first `used` slots."""
-        sheet = Sheet(
-            torch.empty((used, 32), dtype=torch.int64, device=self._device),
-            torch.empty((2, used * self._buckets), dtype=torch.int32, device=self._device),
-        )
-        cursors, places = self._cursors.data_ptr(), sheet.lists.data_ptr()
-        cursor, other = cursors + 16 * self._turn, cursors + 16 * (1 - self._turn)
-        self._turn = 1 - self._turn
-        self._gather(
-            self._rows.data_ptr(), self._tables.data_ptr(), cursor, other,
-            sheet.heads.data_ptr(), places, places + 4 * used * self._buckets, used,
-        )  # fmt: skip
-        return sheet
+        words = torch.empty(used * (HEAD + self._buckets), dtype=torch.int64, device=self._device)
+        turns = self._turns
+        self._turns = turns[1], turns[0]
+        self._gather(*self._lying, *turns, words.data_ptr(), used)
+        return Sheet(words, used, self._buckets)
 
     def starting(self, dtype: torch.dtype) -> Start:
         """Return the launch of a sweep, with as little as possible left to do in it: slot, address, number of items.
@@ -203,9 +198,8 @@ def _peaking(device: torch.device) -> Launching:
 @cache
 def _gathering(device: torch.device, buckets: int) -> Launching:
     word, number = torch.int64, torch.int32
-    return launching(
-        gather, device, word, number, number, number, word, number, number, buckets, num_warps=16 if buckets else 4
-    )
+    warps = 16 if buckets else 4
+    return launching(gather, device, word, number, number, number, word, buckets, num_warps=warps)
 
 
 def _most_programs(device: torch.device) -> int:

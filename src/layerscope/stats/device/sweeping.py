@@ -11,10 +11,11 @@ from layerscope.stats.launching import INTERPRETED, constant, jit, tl
 from layerscope.stats.prints import BLOCK, MIX_ADD, MIX_FIRST, MIX_SECOND
 from layerscope.stats.sketch import LOWEST, STEPS
 
-__all__ = ["PROGRAMS", "WORDS", "gather", "peak", "sweep", "sweep_all"]
+__all__ = ["HEAD", "PROGRAMS", "WORDS", "gather", "peak", "sweep", "sweep_all"]
 
 PROGRAMS = 512  # that sweep one tensor, at most
 WORDS = 16  # in the row of each
+HEAD = 32  # words in what they come to together
 
 # A slot in device memory holds a row of numbers per program and one more row about the tensor:
 #     0 sum, 1 sum of squares, both of the distance from 3 the centre; 2 sum of magnitudes; 4 finite; 5 lowest,
@@ -22,7 +23,7 @@ WORDS = 16  # in the row of each
 #     and in the last row: 0-9 the first values, 10 how many programs, 11 the largest magnitude of a float64 tensor,
 #     12 the power of two it was scaled by.
 
-_ROWS, _COLUMNS = constant(PROGRAMS), constant(WORDS)
+_ROWS, _COLUMNS, _HEAD = constant(PROGRAMS), constant(WORDS), constant(HEAD)
 _FIRST, _ADD, _SECOND = (constant(number) for number in (MIX_FIRST, MIX_ADD, MIX_SECOND))
 _PERIOD = constant(BLOCK)
 _ON_HOST = constant(INTERPRETED)
@@ -398,13 +399,14 @@ def _sweep(
 @jit
 def gather(
     slots: tl.tensor, tables: tl.tensor, cursor: tl.tensor, next_cursor: tl.tensor,
-    heads: tl.tensor, places: tl.tensor, counts: tl.tensor, size: tl.constexpr,
+    sheet: tl.tensor, size: tl.constexpr,
 ) -> None:  # fmt: skip
     """Join the programs' numbers of one slot and list its occupied buckets behind those of others; empty its table.
 
-    A head is 0 mean, 1 sum of squared distances from it, 2 sum of magnitudes, 3 finite, 4 lowest, 5 highest, 6 zeros,
-    7 nan, 8 +inf, 9 -inf, 10 and 11 fingerprints, 12 the power of two, 13 how many buckets, 14 where their list
-    begins, 16-25 the first values.
+    A sheet is the heads of all slots and, behind them, the list: of each bucket the place in the lower half of a word
+    and the count in the upper. A head is 0 mean, 1 sum of squared distances from it, 2 sum of magnitudes, 3 finite,
+    4 lowest, 5 highest, 6 zeros, 7 nan, 8 +inf, 9 -inf, 10 and 11 fingerprints, 12 the power of two, 13 how many
+    buckets, 14 where in the list they begin, 16-25 the first values.
     """
     index = tl.program_id(0).to(tl.int64)
     slot = slots + index * (_ROWS + 1) * _COLUMNS
@@ -424,7 +426,7 @@ def gather(
     magnitude = tl.sum(tl.load(row + 2, mask=on, other=0).to(tl.float64, bitcast=True), 0)
     lowest = tl.min(tl.load(row + 5, mask=on, other=0x7FFFFFFFFFFFFFFF), 0)
     highest = tl.max(tl.load(row + 6, mask=on, other=-0x7FFFFFFFFFFFFFFF), 0)
-    head = heads + index * 32
+    head = sheet + index * _HEAD
     tl.store(head, mean.to(tl.int64, bitcast=True))
     tl.store(head + 1, spread.to(tl.int64, bitcast=True))
     tl.store(head + 2, magnitude.to(tl.int64, bitcast=True))
@@ -442,6 +444,7 @@ def gather(
     if size > 0:
         block = tl.arange(0, 8192)
         table = tables + index * size
+        listed = sheet + tl.num_programs(0) * _HEAD
         for start in tl.range(0, size, 8192):
             buckets += tl.sum((tl.load(table + start + block) > 0).to(tl.int32), 0)
         begin = tl.atomic_add(cursor, buckets, sem="relaxed")
@@ -450,8 +453,7 @@ def gather(
             counted = tl.load(table + start + block)
             some = counted > 0
             at = place + tl.cumsum(some.to(tl.int32), 0)
-            tl.store(places + at, start + block, mask=some)
-            tl.store(counts + at, counted, mask=some)
+            tl.store(listed + at, (counted.to(tl.int64) << 32) | (start + block), mask=some)
             tl.store(table + start + block, 0, mask=some)
             place += tl.sum(some.to(tl.int32), 0)
         if index == 0:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from layerscope.stats import summarize
-from layerscope.stats.device import Gathered, Sheet
+from layerscope.stats.device import Gathered, Sheet, numbers
 
 
 def left_by_a_device(values, *, wide=False, power=0):
@@ -33,20 +33,24 @@ def left_by_a_device(values, *, wide=False, power=0):
     return head, places, counts.astype(np.int32)
 
 
-def read(*parts, wide=False, full=True):
+def bring(address, usual, filled):
+    """Bring what lies in the host's own memory."""
+    first = np.frombuffer(ctypes.string_at(address, usual), np.uint8)
+    return np.frombuffer(ctypes.string_at(address, filled(first)), np.uint8)
+
+
+def read(*parts, wide=False, full=True, bring=bring):
     """Put several tensors' parts on one sheet, their lists in reverse, and read it."""
-    listed = [np.concatenate([p[i] for p in reversed(parts)]) for i in (1, 2)]
-    room = len(parts) << (18 if wide else 15)
-    lists = torch.zeros((2, room if full else 0), dtype=torch.int32)
-    at = 0
-    heads = [head.copy() for head, _, _ in parts]
-    for head, (_, places, _) in reversed(list(zip(heads, parts, strict=True))):
-        head[13], head[14] = places.size, at
-        at += places.size
-    if full:
-        lists[:, :at] = torch.from_numpy(np.stack(listed))
-    sheet = Sheet(torch.from_numpy(np.stack(heads)), lists)
-    return Gathered.read(sheet, lambda *lying: [np.frombuffer(ctypes.string_at(*one), np.uint8) for one in lying])
+    buckets = (1 << (18 if wide else 15)) if full else 0
+    words = np.full(len(parts) * (32 + buckets), -1)  # what nobody has written to
+    at, listed = 0, words[len(parts) * 32 :]
+    for number, (head, places, counts) in reversed(list(enumerate(parts))):
+        size = places.size if full else 0
+        listed[at : at + size] = (places + (counts.astype(np.int64) << 32))[:size]
+        head[13], head[14] = size, at
+        words[number * 32 : (number + 1) * 32] = head
+        at += size
+    return Gathered.read(Sheet(torch.from_numpy(words), len(parts), buckets), bring)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,38 @@ def test_lists_of_several_tensors_are_told_apart():
     many = [np.random.default_rng(seed).normal(size=100 + seed).astype(np.float32) for seed in range(5)]
     sketches = [n.summary("float32", ()).sketch for n in read(*map(left_by_a_device, many))]
     assert sketches == [summarize(values).sketch for values in many]
+
+
+@pytest.mark.parametrize("usual", [0, 1, 100, 1 << 20])
+def test_more_buckets_than_usual_are_brought_and_no_memory_beyond_the_sheet_is(usual, monkeypatch):
+    monkeypatch.setattr(numbers, "_USUAL", usual)
+    many = [np.random.default_rng(seed).normal(size=100 + seed).astype(np.float32) for seed in range(5)]
+    parts = [left_by_a_device(values) for values in many]
+    seen = []
+
+    def watched(address, usual, filled):
+        octets = bring(address, usual, filled)
+        seen.append((usual, octets.size))
+        return octets
+
+    sketches = [n.summary("float32", ()).sketch for n in read(*parts, bring=watched)]
+    assert sketches == [summarize(values).sketch for values in many]
+    listed = sum(places.size for _, places, _ in parts)
+    assert seen == [(5 * 256 + 8 * min(usual, 5 << 15), 5 * 256 + 8 * listed)]
+
+
+def test_tensors_without_a_bucket_that_holds_something_leave_no_list():
+    zeros, nothing = np.zeros(7, np.float32), np.array([math.nan, math.inf], np.float32)
+    found = read(left_by_a_device(zeros), left_by_a_device(nothing))
+    sketches = [n.summary("float32", ()).sketch for n in found]
+    assert sketches == [summarize(zeros).sketch, summarize(nothing).sketch]
+
+
+def test_a_bucket_is_counted_as_often_as_there_can_be_items():
+    head, places, _ = left_by_a_device(np.array([1.5, -1.5], np.float32))
+    head[3] = 2**31 - 1 + 5
+    [numbers] = read((head, places, np.array([2**31 - 1, 5], np.int32)))
+    assert numbers.summary("float32", ()).sketch.counts.tolist() == [5, 2**31 - 1]
 
 
 def test_float64_is_scaled_back_and_has_wider_buckets():
