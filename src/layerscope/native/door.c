@@ -47,46 +47,60 @@ static PyObject *called_module(void)
 #endif
 }
 
-static Py_ssize_t size_of(PyObject *own,
-                          PyObject *name) /* of a dict among a module's own attributes; -1 if there is none */
+static PyObject *dict_of(PyObject *own, PyObject *name) /* among a module's own attributes; NULL if there is none */
 {
     PyObject *found = PyDict_GetItemWithError(own, name);
-    return found != NULL && PyDict_Check(found) ? PyDict_GET_SIZE(found) : -1;
+    return found != NULL && PyDict_Check(found) ? found : NULL;
 }
 
-/* Whether the gate is all that torch would call once a forward is over. */
-static int is_only_one_after(Gate *gate, PyObject *own)
+/* Find that the gate is the only hook that torch calls once a forward of its module is over, and nobody has put
+   something else in torch's place on the module; remember where its other hooks would be. */
+static int is_found_alone(Gate *gate, PyObject *own)
 {
-    PyObject *hooks = PyDict_GetItemWithError(own, s_forward_hooks), *key, *hook = NULL;
+    static PyObject **const names[] = {&s_forward_pre_hooks, &s_backward_hooks, &s_backward_pre_hooks};
+    PyObject *hooks = dict_of(own, s_forward_hooks), *key, *hook = NULL;
     Py_ssize_t at = 0;
-    if (hooks == NULL || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 1) return 0;
-    if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, AFTER))) return 0;
+    gate->own_version = 0;
+    if (hooks == NULL || PyDict_GET_SIZE(hooks) != 1 || PyDict_GetItemWithError(own, s_call_impl) != NULL) return 0;
     PyDict_Next(hooks, &at, &key, &hook);
-    return hook == (PyObject *)gate;
+    if (hook != (PyObject *)gate) return 0;
+    for (int i = 0; i < OTHERS; i++)
+        if ((gate->others[i] = dict_of(own, *names[i])) == NULL) return 0;
+    gate->hooks = hooks;
+    gate->hooks_version = version_of(hooks);
+    gate->own_version = version_of(own);
+    return 1;
 }
 
-/* Whether it still is: a forward may register hooks. Those of other kinds are for the next call. */
-static int is_still_only_one_after(Gate *gate)
+/* Whether it is. To look there again is to look far: a dict that has the version it had holds what it held. */
+static int is_alone(Gate *gate, PyObject *own)
 {
-    PyObject *own = PyObject_GenericGetDict(gate->module, NULL);
-    int is = own != NULL && is_only_one_after(gate, own);
-    Py_XDECREF(own);
-    return is;
+    if (gate->own_version && gate->own_version == version_of(own) && gate->hooks_version == version_of(gate->hooks))
+        return 1;
+    return is_found_alone(gate, own);
 }
 
-/* Whether the gate is all that torch would call around a forward, and nobody has put something else in torch's place.
- */
+/* Whether the gate is all that torch would call around a forward that begins now. */
 static int is_only_hook(Gate *gate)
 {
     if (_PyType_Lookup(Py_TYPE(gate->module), s_call_impl) != torchs_call) return 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(global_hooks); i++)
         if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, i))) return 0;
     PyObject *own = PyObject_GenericGetDict(gate->module, NULL);
-    if (own == NULL) return 0;
-    int is = PyDict_GetItemWithError(own, s_call_impl) == NULL && is_only_one_after(gate, own) &&
-             !size_of(own, s_forward_pre_hooks) && !size_of(own, s_backward_hooks) &&
-             !size_of(own, s_backward_pre_hooks);
-    Py_DECREF(own);
+    int is = own != NULL && is_alone(gate, own);
+    for (int i = 0; is && i < OTHERS; i++) is = !PyDict_GET_SIZE(gate->others[i]);
+    Py_XDECREF(own);
+    return is;
+}
+
+/* Whether it is all that torch would call now that the forward is over, which may have registered hooks. Those of other
+   kinds are for the next call. */
+static int is_still_only_hook(Gate *gate)
+{
+    if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, AFTER))) return 0;
+    PyObject *own = PyObject_GenericGetDict(gate->module, NULL);
+    int is = own != NULL && is_alone(gate, own);
+    Py_XDECREF(own);
     return is;
 }
 
@@ -144,9 +158,8 @@ static PyObject *go_through(Gate *gate, PyObject *args, PyObject *kwargs)
     gate->under_way--;
     Py_DECREF(forward);
     PyObject *const given[] = {gate->module, args, kwargs, value};
-    int passed = value != NULL && is_still_only_one_after(gate) && is_passable(gate)
-                     ? end_of(gate, given, gate->away - TORCHS)
-                     : 0;
+    int passed =
+        value != NULL && is_still_only_hook(gate) && is_passable(gate) ? end_of(gate, given, gate->away - TORCHS) : 0;
     if (passed == 1) return value;
     gate->passes = 0;
     if (passed == -1 && PyErr_Occurred()) {

@@ -123,12 +123,12 @@ static PyObject *calls_of(Gate *self, Py_ssize_t least)
 
 static PyObject *innermost(PyObject *calls) { return PyList_GET_ITEM(calls, PyList_GET_SIZE(calls) - 1); }
 
-/* Whether the call is made by the innermost one under way: an interrupt may have ended that one without a word. A
-   backward pass that repeats a call has frames of its own in between. */
+/* Whether the call is made by the innermost one under way: an interrupt may have ended that one without a word. Where a
+   backward pass repeats a call, there are frames of that in between. */
 static int is_inside(Gate *self, PyObject *calls, long away)
 {
     if (!is_frame(PyTuple_GET_ITEM(innermost(calls), 3), away)) return 0;
-    return self->away <= DIRECTLY || (number_of(PyObject_CallNoArgs(graph_task)) == -1 && !PyErr_Occurred());
+    return self->away < DIRECTLY + BACKWARD || (number_of(PyObject_CallNoArgs(graph_task)) == -1 && !PyErr_Occurred());
 }
 
 /* Count where the hooks count, from a number on. */

@@ -10,6 +10,7 @@
        Way     how all that waits, of one kind and dtype, is taken in one launch (sweep.c)
        Gate    what torch calls in a hook's place: the passes of the tensors that its value is made of (gate.c)
        Door    what torch calls in a module's place, where such a gate is all that it has (door.c)
+       Launch  a kernel's launch on a stream (launch.c)
 
    A gate leaves everything as it was at anything it has not seen before, and calls the hook: its Python knows what to
    do. How a tensor lies is asked by DLPack's exchange of functions in C, which torch has for this. Nothing here calls
@@ -55,14 +56,25 @@ static int refers_to(PyObject *weak, PyObject *object)
 #define refers_to(weak, object) (PyWeakref_GET_OBJECT(weak) == (object))
 #endif
 
+/* The version of a dict: no two that differ have the same one. Later interpreters do not keep it in every case, so that
+   each look is anew there. */
+#if PY_VERSION_HEX < 0x030D0000
+#define version_of(dict) (((PyDictObject *)(dict))->ma_version_tag)
+#else
+#define version_of(dict) ((uint64_t)0)
+#endif
+
 #define SIZES 8    /* of one point's tensors that are told apart */
 #define PARTS 32   /* tensors of one value; more are for the hook */
 #define RECENT 8   /* tensors that are looked through for one that waits already */
 #define TAKEN 16   /* and, in the middle of a step, for one that was taken already */
 #define DIRECTLY 4 /* frames from torch's own to the one of the outer call, where nothing is in between */
+#define BACKWARD 2 /* frames of torch's own that are in between where a backward pass is: `grad` and what it calls */
+#define OTHERS 3   /* kinds of hooks of a module's own that torch looks for before its forward */
 #define TORCHS 2   /* frames of torch's own between a module that is called and a hook that is: a door has none */
 #define WAYS 8
-#define AFTER 0 /* among the hooks of all modules, those that torch calls once a forward is over */
+#define ARGUMENTS 64 /* of one kernel, at most */
+#define AFTER 0      /* among the hooks of all modules, those that torch calls once a forward is over */
 
 /* What `prepare` was given. */
 static PyObject *tensor_type, *graph_task, *has_modes, *count_type, *raw_stream, *tracing_state, *global_hooks,
@@ -151,6 +163,8 @@ typedef struct Gate {
     int under_way;                   /* calls that went through the door and are not over */
     long away;                       /* frames from torch's own to the one that makes the outer call */
     long long step, counted; /* the last one that calls passed in, and how many nobody but the gate has counted */
+    uint64_t own_version, hooks_version; /* of the module's attributes and of its hooks, when the gate was alone, */
+    PyObject *hooks, *others[OTHERS];    /* these and its other ones, borrowed for as long as the first holds */
 } Gate;
 
 typedef struct {

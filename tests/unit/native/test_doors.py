@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 import weakref
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import numpy as np
@@ -520,7 +521,18 @@ def remove(doorway):
     doorway.handle.remove()
 
 
-@pytest.mark.parametrize("change", [closed, shut, barred, hooked_after, remove], ids=lambda change: change.__name__)
+def hooks_replaced(doorway):
+    doorway.module._forward_hooks = OrderedDict({1: lambda module, args, value: None})
+
+
+def attributes_replaced(doorway):
+    doorway.module.__dict__ = {**doorway.module.__dict__, "_forward_hooks": OrderedDict()}
+
+
+AROUND = [closed, shut, barred, hooked_after, hooked_by_another, remove, hooks_replaced, attributes_replaced]
+
+
+@pytest.mark.parametrize("change", AROUND, ids=lambda change: change.__name__)
 def test_a_forward_that_changes_what_is_around_it_leaves_its_end_to_the_hooks(change):
     def does():
         change(doorway)
@@ -566,6 +578,18 @@ def test_so_it_is_for_torch_where_a_module_has_a_hook(kind):
     for called, size in enumerate((1, 2)):
         module(torch.ones(size, 2, requires_grad=True)).sum().backward()
         assert len(calls) == called
+
+
+def test_a_hook_that_came_and_went_since_the_last_call_changes_nothing():
+    doorway = Doorway().ready()
+    doorway.module.register_forward_hook(lambda module, args, value: None).remove()
+    doorway.module.register_forward_pre_hook(lambda module, args: None).remove()
+    doorway.module.more = "an attribute"
+    assert [doorway.way() for _ in range(3)] == [DOOR] * 3
+    doorway.module._forward_pre_hooks = OrderedDict({1: lambda module, args: None})
+    assert doorway.way() == TORCH
+    doorway.module._forward_pre_hooks = OrderedDict()
+    assert [doorway.way() for _ in range(2)] == [DOOR] * 2
 
 
 def test_a_forward_may_take_its_door_away():
