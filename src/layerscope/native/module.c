@@ -13,6 +13,7 @@ DEALLOC(Held)
 DEALLOC(Gate)
 DEALLOC(Door)
 DEALLOC(Way)
+DEALLOC(Launch)
 
 /* Made whole, or not at all, and once: `__new__` by itself leaves none half made, a second `__init__` changes nothing.
  */
@@ -27,6 +28,7 @@ NEW(Basket)
 NEW(Pass)
 NEW(Gate)
 NEW(Way)
+NEW(Launch)
 
 #define TYPE(Name, doc, flags, ...)                                                                       \
     static PyTypeObject Name##Type = {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "layerscope_gates." #Name, \
@@ -47,6 +49,9 @@ TYPE(Gate, "What torch calls in a hook's place: it lets the usual calls pass.", 
 TYPE(Door, "What torch calls in a module's place, where a gate is its only hook.", 0, .tp_methods = Door_methods,
      .tp_call = (ternaryfunc)Door_call, .tp_as_number = &Door_number);
 TYPE(Way, "How all of one kind and dtype are taken in one launch.", 0, MADE(Way));
+TYPE(Launch, "A kernel's launch on a stream: takes its numbers, and how many programs run it.",
+     Py_TPFLAGS_HAVE_VECTORCALL, MADE(Launch), .tp_call = PyVectorcall_Call,
+     .tp_vectorcall_offset = offsetof(Launch, call));
 
 static PyObject *prepare(PyObject *module, PyObject *args)
 {
@@ -125,7 +130,8 @@ PyMODINIT_FUNC PyInit_layerscope_gates(void)
                  {&s_forward_pre_hooks, "_forward_pre_hooks"},
                  {&s_backward_hooks, "_backward_hooks"},
                  {&s_backward_pre_hooks, "_backward_pre_hooks"}};
-    static PyTypeObject *const types[] = {&BasketType, &PassType, &HeldType, &GateType, &DoorType, &WayType};
+    static PyTypeObject *const types[] = {&BasketType, &PassType, &HeldType,  &GateType,
+                                          &DoorType,   &WayType,  &LaunchType};
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from layerscope import native
+
 __all__ = ["Launch", "allow_captures", "copy_address", "copying", "following", "launcher", "marking", "why_no_driver"]
 
 Launch = Callable[..., None]  # takes the kernel's arguments, a pointer as an address, and how many programs run it
@@ -78,14 +80,22 @@ def launcher(function: int, device: int, stream: int, *, threads: int, shared: i
     pointers = (ctypes.c_void_p * (arguments + _HIDDEN))(*(first + at * width for at in (*range(arguments), *hidden)))
     write, configured = struct.Struct(f"{arguments}qI").pack_into, ctypes.addressof(config)
 
+    def refused(code: int, programs: int) -> None:
+        what = f"to launch a kernel of {programs} programs"
+        _insist(code, device, what, call, configured, function, pointers, None)
+
     def launch(*numbers: int) -> None:
         write(room, 0, *numbers)
         code = call(configured, function, pointers, None)
         if code:
-            what = f"to launch a kernel of {numbers[-1]} programs"
-            _insist(code, device, what, call, configured, function, pointers, None)
+            refused(code, numbers[-1])
 
-    return launch
+    gates = native.load()
+    if gates is None:
+        return launch
+    lying = _address(call), configured, function, ctypes.addressof(pointers), first
+    quick: Launch = gates.Launch(*lying, arguments, refused, (room, pointers))
+    return quick
 
 
 def copying(device: int) -> Callable[[int, int, int, int], None]:
@@ -135,7 +145,11 @@ def following(device: int) -> Callable[[int, int], None]:
 
 def copy_address() -> int:
     """Return where the driver's copy from a device to page-locked memory is: to, from, bytes, stream."""
-    address = ctypes.cast(_driver().cuMemcpyDtoHAsync_v2, ctypes.c_void_p).value
+    return _address(_driver().cuMemcpyDtoHAsync_v2)
+
+
+def _address(call: Any) -> int:
+    address = ctypes.cast(call, ctypes.c_void_p).value
     assert address is not None
     return address
 

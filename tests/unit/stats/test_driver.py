@@ -7,6 +7,7 @@ import struct
 
 import pytest
 
+from layerscope import native
 from layerscope.stats import driver
 
 FUNCTION, STREAM, CONTEXT, EVENT = 0x7F00_0000_1230, 0x7F00_0000_4560, 0x7F00_0000_7890, 0x7F00_0000_9990
@@ -72,11 +73,13 @@ class Driver:
         return 0
 
 
-@pytest.fixture
-def theirs(monkeypatch):
-    """The driver that is called in this test."""
+@pytest.fixture(params=["quick", "by ctypes"])
+def theirs(request, monkeypatch):
+    """The driver that is called in this test, from C where that is built, and without it."""
     fake = Driver()
     monkeypatch.setattr(driver, "_driver", lambda: fake)
+    if request.param == "by ctypes":
+        monkeypatch.setattr(native, "load", lambda: None)
     return fake
 
 
@@ -122,12 +125,24 @@ def test_two_launches_of_one_kernel_do_not_share_their_memory(theirs):
     assert [(config[0], words[0]) for config, _, words, _ in theirs.launches] == [(1, 11), (2, 22), (3, 33)]
 
 
-@pytest.mark.parametrize("numbers", [(1,), (1, 2, 3), (1.5, 2)], ids=["too few", "too many", "not whole"])
+@pytest.mark.parametrize(
+    "numbers",
+    [(1,), (1, 2, 3), (1.5, 2), (1 << 63, 2), (1, -1), (1, 1 << 32)],
+    ids=["too few", "too many", "not whole", "too large", "less than no programs", "too many programs"],
+)
 def test_arguments_that_do_not_fit_are_refused_before_the_driver_hears_of_them(theirs, numbers):
     launch = launching(theirs, arguments=1)
-    with pytest.raises(struct.error):
+    with pytest.raises((struct.error, TypeError, OverflowError)):
         launch(*numbers)
     assert theirs.launches == []
+    launch(7, 1)
+    assert theirs.launches[0][2][0] == 7
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=f"no gates: {native.why_not()}")
+def test_launches_are_made_in_c_where_that_is_built(monkeypatch):
+    monkeypatch.setattr(driver, "_driver", Driver)
+    assert type(launching(Driver(), arguments=1)) is native.load().Launch
 
 
 def test_a_launch_that_is_refused_names_the_error(theirs):

@@ -1,0 +1,79 @@
+/* The launch of a kernel: numbers go where the driver looks for them, and the driver is called.
+
+   By `ctypes` that takes ten microseconds in the middle of a forward. */
+
+typedef int (*Start)(void *config, void *function, void **arguments, void **extra); /* cuLaunchKernelEx */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    Start start;
+    void *config, *function, **pointers;
+    long long *room;      /* for the arguments, 64 bits each, and behind them how many programs, 32 bits */
+    Py_ssize_t arguments; /* how many there are */
+    PyObject *refused;    /* is told the driver's code, and how many programs */
+    PyObject *memory;     /* that the addresses are in */
+} Launch;
+
+/* Read whole numbers, all of them before any is written. */
+static int are_whole(PyObject *const *given, Py_ssize_t count, long long *numbers)
+{
+    for (Py_ssize_t i = 0; i < count; i++)
+        if ((numbers[i] = PyLong_AsLongLong(given[i])) == -1 && PyErr_Occurred()) return 0;
+    return 1;
+}
+
+static PyObject *Launch_call(PyObject *launch, PyObject *const *given, size_t many, PyObject *names)
+{
+    Launch *self = (Launch *)launch;
+    Py_ssize_t count = self->arguments;
+    long long numbers[ARGUMENTS + 1];
+    if (names != NULL || PyVectorcall_NARGS(many) != count + 1 || self->memory == NULL)
+        return PyErr_Format(PyExc_TypeError, "a launch takes %zd numbers, and how many programs", count);
+    if (!are_whole(given, count + 1, numbers)) return NULL;
+    if (numbers[count] < 0 || numbers[count] > UINT32_MAX)
+        return PyErr_Format(PyExc_OverflowError, "%lld programs cannot be launched", numbers[count]);
+    memcpy(self->room, numbers, (size_t)count * sizeof *numbers);
+    *(uint32_t *)(self->room + count) = (uint32_t)numbers[count];
+    int code = self->start(self->config, self->function, self->pointers, NULL);
+    if (code) return PyObject_CallFunction(self->refused, "iL", code, numbers[count]);
+    Py_RETURN_NONE;
+}
+
+static int Launch_init(Launch *self, PyObject *args, PyObject *given)
+{
+    static char *names[] = {"start", "config", "function", "pointers", "room", "arguments", "refused", "memory", NULL};
+    unsigned long long start, config, function, pointers, room;
+    PyObject *refused, *memory;
+    if (!PyArg_ParseTupleAndKeywords(args, given, "KKKKKnOO", names, &start, &config, &function, &pointers, &room,
+                                     &self->arguments, &refused, &memory))
+        return -1;
+    if (self->arguments < 0 || self->arguments > ARGUMENTS)
+        return PyErr_Format(PyExc_ValueError, "a kernel of %zd arguments is not known here", self->arguments), -1;
+    self->call = Launch_call;
+    self->start = (Start)(uintptr_t)start;
+    self->config = (void *)(uintptr_t)config;
+    self->function = (void *)(uintptr_t)function;
+    self->pointers = (void **)(uintptr_t)pointers;
+    self->room = (long long *)(uintptr_t)room;
+    self->refused = Py_NewRef(refused);
+    self->memory = Py_NewRef(memory);
+    return 0;
+}
+
+static int Launch_traverse(Launch *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->refused);
+    Py_VISIT(self->memory);
+    return 0;
+}
+
+static int Launch_clear(Launch *self)
+{
+    Py_CLEAR(self->refused);
+    Py_CLEAR(self->memory);
+    return 0;
+}
+
+static PyMemberDef Launch_members[] = {{NULL}};
+static PyMethodDef Launch_methods[] = {{NULL}};
