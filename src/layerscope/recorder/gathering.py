@@ -202,9 +202,11 @@ class Gathering:
 
     def begin(self, step: Any) -> None:
         """Begin a step, and judge the points whose trial is over; None is a step in which nothing may wait."""
-        if not self.is_mine:
-            return
-        self._thread = get_ident()
+        thread = get_ident()
+        if self._thread != thread:
+            if self._thread is not None:
+                return
+            self._thread = thread
         if self.basket.bytes or self._doubts:
             self._leave_nothing()
         self._step += 1
@@ -266,7 +268,7 @@ class Gathering:
 
     def end(self) -> None:
         """Take what was held back, and once more what is in doubt."""
-        if not self.is_mine:
+        if self._thread != get_ident():
             return
         self.basket.shut()
         self.flush()

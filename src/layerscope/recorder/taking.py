@@ -102,7 +102,10 @@ class Taking:
         if on_device:
             self._devices.prepare(on_device, level=plan.default.level if plan.counts else None)
             if self._gathering is not None:
-                self._ask(lane_of(torch.device("cuda", self._gathering.place)).prepare)
+                try:
+                    lane_of(torch.device("cuda", self._gathering.place)).prepare()
+                except Exception as error:
+                    self._gather_no_more(error)
         elif plan.counts:
             prepare(*_dtypes(parameters))
         return (self._devices.kernels if on_device else backend()) if plan.counts else None
@@ -125,12 +128,18 @@ class Taking:
     def begin(self, step: Any) -> None:
         """Begin a step; None is one in which no tensor may wait for its end."""
         if self._gathering is not None:
-            self._ask(self._gathering.begin, step)
+            try:
+                self._gathering.begin(step)
+            except Exception as error:
+                self._gather_no_more(error)
 
     def end(self) -> None:
         """End a step: what was held back is taken, and what is waited for from now on leaves at once."""
         if self._gathering is not None:
-            self._ask(self._gathering.end)
+            try:
+                self._gathering.end()
+            except Exception as error:
+                self._gather_no_more(error)
         try:
             self._devices.fetch()
         except Exception as error:  # whoever waits for the values is told
@@ -234,14 +243,8 @@ class Taking:
         except Exception as error:
             self._gather_no_more(error)
 
-    def _ask(self, what: Callable[..., None], *given: Any) -> None:
-        """Ask something that gathering needs; where that fails, nothing is gathered any more."""
-        try:
-            what(*given)
-        except Exception as error:
-            self._gather_no_more(error)
-
     def _gather_no_more(self, error: Exception) -> None:
+        """Have everything taken as it appears from now on."""
         assert self._gathering is not None
         self._gathering.give_up()
         if not self._gave_up:
