@@ -7,9 +7,8 @@ The model is a 24-layer Llama of 1.3 B parameters in bfloat16 with random weight
 until the model's own stream has finished them: that is what the model feels. What is still on its way to the host then
 is waited for outside the lap. 4 x 2048 tokens keep the device busy; at 1 x 512 tokens and at one token the forward
 waits for Python, so every microsecond of a hook counts, and the host's speed changes by more than that from one lap to
-the next: there, five steps of the model take turns with five of a twin that shares its weights and is not recorded, and
-a step is over when it returns.
-`--naive` times what scripts do too.
+the next: there, steps of the model take turns with those of two twins that share its weights and are not recorded, and
+a step is over when it returns. `--naive` times what scripts do too.
 
 It exits with 1 if a check failed or a recording lost something; a ratio over its limit is only marked.
 """
@@ -19,7 +18,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -32,14 +30,15 @@ import layerscope as ls
 from benchmarks import gpu_checks, kernels
 from benchmarks.gpu_checks import EVERYTHING, LAYERS, first, lost, why
 from benchmarks.llama import large
-from benchmarks.pairing import Lap, alternating, in_turn, paired, table
+from benchmarks.pairing import Lap, Ratio, Seconds, in_turn, paired, ratio_of_turns, table, taking_turns
 from benchmarks.timing import machine
 
 PARTS = ("table", "kernels", "checks")
+LAPS = 2  # in a round, where steps take turns
 
 
 class Case(NamedTuple):
-    """A step to be timed, how many of them make a lap (or turns of five), and how many come before that, untimed.
+    """A step to be timed, how many of them make a lap, and how many come before that, untimed.
 
     A device at rest runs faster than one that has worked for a while. And small tensors are held back to the end of a
     step once that was tried, up to 48 MB of them in a step: the inputs and outputs of 1 x 512 tokens are 700 MB.
@@ -57,8 +56,8 @@ class Case(NamedTuple):
 CASES = {
     "prefill": Case("prefill 4 x 2048", (4, 2048), False, 6, 10, 10),
     "train": Case("train 4 x 2048", (4, 2048), True, 2, 3, 3),
-    "short": Case("prefill 1 x 512", (1, 512), False, 3, 6, 40, True),
-    "token": Case("one token", (1, 1), False, 3, 6, 6, True),
+    "short": Case("prefill 1 x 512", (1, 512), False, 16, 6, 40, True),
+    "token": Case("one token", (1, 1), False, 16, 6, 6, True),
 }
 
 
@@ -159,10 +158,10 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
             except Exception as error:
                 failures[name] = why(error)
                 del variants[name]
-        ratios, alone = (taking_turns if case.alternates else paired)(plain, variants, rounds=rounds)
+        ratios, alone = (in_turns if case.alternates else paired)(plain, variants, rounds=rounds)
         place = list(CASES).index(key)
         limits = {name: wanted.limits[place] for name, wanted in RECORDED.items() if wanted.limits}
-        laps = f"twice {case.steps} turns of five steps" if case.alternates else f"{case.steps} steps"
+        laps = f"{LAPS} x {case.steps} steps in turn with plain ones" if case.alternates else f"{case.steps} steps"
         title = f"{case.name}, {rounds} rounds of {laps}"
         print(table(title, ratios, plain=alone, limits=limits), flush=True)
     except Exception as error:
@@ -174,15 +173,14 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
     return not failures
 
 
-def taking_turns(plain: Lap, variants: Mapping[str, Lap], *, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
-    """Return the ratios of variants whose laps are ratios already, and laps of the plain run.
-
-    A lap records the model and the twin once each: two models alike are not equally fast.
-    """
-    ratios: dict[str, list[float]] = {name: [] for name in variants}
+def in_turns(
+    plain: Callable[[], float], variants: Mapping[str, Callable[[], Seconds]], *, rounds: int
+) -> tuple[dict[str, Ratio], list[float]]:
+    """Return the ratios of variants whose steps take turns with plain ones, and laps of the plain run."""
+    laps: dict[str, list[Seconds]] = {name: [] for name in variants}
     for name in in_turn(variants, rounds):
-        ratios[name].append(math.sqrt(variants[name]() * variants[name]()))
-    return ratios, [plain() for _ in range(rounds)]
+        laps[name] += [variants[name]() for _ in range(LAPS)]
+    return {name: ratio_of_turns(seconds) for name, seconds in laps.items()}, [plain() for _ in range(rounds)]
 
 
 def twin_of(model: Any) -> Any:
@@ -191,14 +189,15 @@ def twin_of(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
-def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) -> tuple[Lap, dict[str, Lap]]:
+def laps_of(
+    model: Any, case: Case, failures: dict[str, str], *, naive: bool
+) -> tuple[Lap, dict[str, Callable[[], Any]]]:
     """Return the lap of the plain run and those of every variant; what a recording lost is put in `failures`."""
     ids = torch.randint(0, 32000, case.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    models = [model, *(twin_of(model) for _ in range(2 * case.alternates))]  # the one that is recorded comes first
 
-    pair = [model, twin_of(model) if case.alternates else model]  # the one that is recorded comes first
-
-    def step(*, recorded: bool = True) -> None:
-        model = pair[not recorded]
+    def step(which: int = 0) -> None:
+        model = models[which]
         if case.train:
             model.zero_grad(set_to_none=True)
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -209,13 +208,13 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
     def plain() -> float:
         return timed(lambda: None, warm_up=case.warm_up)
 
-    def lap(release: Callable[[], object] = lambda: None, *, warm_up: int = case.warm_up) -> float:
+    def lap(release: Callable[[], object] = lambda: None, *, warm_up: int = case.warm_up) -> float | Seconds:
         if not case.alternates:
             return timed(release, warm_up=warm_up)
-        for _ in range(warm_up):
-            step()
+        for which in [0] * warm_up + [1]:
+            step(which)
         torch.cuda.synchronize()
-        return alternating(partial(step, recorded=False), step, turns=case.steps)
+        return taking_turns(step, partial(step, 1), partial(step, 2), turns=case.steps)
 
     def timed(release: Callable[[], object], *, warm_up: int) -> float:
         for _ in range(warm_up):
@@ -229,22 +228,22 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
         torch.cuda.current_stream().synchronize()
         return (time.perf_counter() - began) / case.steps
 
-    def hooked(keep: Callable[[torch.Tensor], Any]) -> Lap:
-        def run() -> float:
+    def hooked(keep: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
+        def run() -> Any:
             kept: list[Any] = []
             with ExitStack() as stack:
-                for layer in pair[0].model.layers:
+                for layer in models[0].model.layers:
                     hook = layer.register_forward_hook(lambda m, a, out: kept.append(keep(first(out).detach())))
                     stack.callback(hook.remove)
                 taken = lap()
-            pair.reverse()
+            models.append(models.pop(0))  # two that are alike are not equally fast
             return taken
 
         return run
 
-    def recorded(name: str, wanted: Recorded) -> Lap:
-        def run() -> float:
-            with ls.record(pair[0], wanted.taps, weights=False, **wanted.options) as rec:
+    def recorded(name: str, wanted: Recorded) -> Callable[[], Any]:
+        def run() -> Any:
+            with ls.record(models[0], wanted.taps, weights=False, **wanted.options) as rec:
                 # Page-locked memory is released per step where a few of them would fill it.
                 large = "keep" not in wanted.options and case.shape[0] * case.shape[1] > 512
                 release = partial(rec.take, leave=1) if large else lambda: None
@@ -253,7 +252,7 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
                 rec._pending.clear()  # nobody reads them
             if reason := lost(rec, due="when" not in wanted.options):
                 failures[name] = reason
-            pair.reverse()
+            models.append(models.pop(0))
             return taken
 
         return run

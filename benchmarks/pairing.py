@@ -1,11 +1,11 @@
-"""Ratios on a machine whose speed changes while one looks: every lap stands between two laps of the plain run.
+"""Ratios on a machine whose speed changes while one looks: whatever is timed stands between plain runs of the same.
 
     ratios, plain = paired(step, {"recorded": recorded}, rounds=21)
     print(table("prefill", ratios, plain=plain, limits={"recorded": 1.02}))
 
-A lap returns its seconds per step. A ratio is that of one lap to the mean of its two neighbours, so that what changes
-slower than a lap is in all three; the median is taken over rounds. Where a step is all Python, plain and other steps
-can take turns within a lap (`alternating`), and what changes slower than a few steps is in both.
+A lap returns its seconds per step, and its ratio is that to the mean of the plain laps before and after it: what
+changes slower than a lap is in all three. The median is taken over rounds. Where a step is all Python, steps take turns
+within a lap (`taking_turns`), and what changes slower than a step is in all of them.
 """
 
 from __future__ import annotations
@@ -15,26 +15,42 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-__all__ = ["Lap", "alternating", "in_turn", "judged", "paired", "table"]
+import numpy as np
+
+__all__ = ["Lap", "Ratio", "Seconds", "in_turn", "judged", "paired", "ratio_of_turns", "table", "taking_turns"]
 
 Lap = Callable[[], float]
+Step = Callable[[], object]
+Seconds = np.ndarray[Any, np.dtype[np.float64]]
 
-_TURN = 5  # steps
+_RESAMPLED = 200
 
 
-def paired(plain: Lap, variants: Mapping[str, Lap], *, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
-    """Return the ratios of every variant, one per round, and all laps of the plain run, of which one more is run.
+class Ratio(NamedTuple):
+    """A ratio, and its standard error."""
+
+    value: float
+    error: float
+
+
+def paired(plain: Lap, variants: Mapping[str, Lap], *, rounds: int) -> tuple[dict[str, Ratio], list[float]]:
+    """Return the ratio of every variant, and all laps of the plain run, of which one more is run.
 
     Garbage is collected between laps, never in one.
     """
-    ratios: dict[str, list[float]] = {name: [] for name in variants}
+    found: dict[str, list[float]] = {name: [] for name in variants}
     laps = [plain()]
     for name in in_turn(variants, rounds):
         lap = variants[name]()
         laps.append(plain())
-        ratios[name].append(lap / statistics.fmean(laps[-2:]))
-    return ratios, laps
+        found[name].append(lap / statistics.fmean(laps[-2:]))
+    return {name: _median(ratios) for name, ratios in found.items()}, laps
+
+
+def _median(ratios: Sequence[float]) -> Ratio:
+    return Ratio(statistics.median(ratios), 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)))
 
 
 def in_turn(variants: Iterable[str], rounds: int) -> Iterator[str]:
@@ -50,28 +66,40 @@ def in_turn(variants: Iterable[str], rounds: int) -> Iterator[str]:
                 gc.enable()
 
 
-def alternating(plain: Callable[[], object], other: Callable[[], object], *, turns: int) -> float:
-    """Return the ratio of steps that take turns with plain ones, five of them at a time, back to back.
+def taking_turns(other: Step, after: Step, plain: Step, *, turns: int) -> Seconds:
+    """Return the seconds of steps that take turns, back to back: a plain one, then another, one after it, a plain one.
 
-    Five hold what is paid in one step of five. What they leave to a thread or to the device falls into the plain step
-    after them, and is counted as theirs. The median is taken over turns. A step is over when it returns: this is for
+    Each is of a model of its own, so that none follows a step of the same. A step is over when it returns: this is for
     steps that the host takes longer to ask for than the device to do.
     """
-    ratios = []
-    before = _seconds(plain, _TURN)
-    for _ in range(turns):
-        others, next_one, after = _seconds(other, _TURN), _seconds(plain, 1), _seconds(plain, _TURN)
-        usual = (before + after) / 2
-        ratios.append((others + next_one) / usual - 1 / _TURN)
-        before = after
-    return statistics.median(ratios)
-
-
-def _seconds(step: Callable[[], object], count: int) -> float:
-    began = time.perf_counter()
-    for _ in range(count):
+    marks = [time.perf_counter()]
+    for step in (plain, *(other, after, plain) * turns):
         step()
-    return time.perf_counter() - began
+        marks.append(time.perf_counter())
+    return np.diff(marks)
+
+
+def ratio_of_turns(laps: Sequence[Seconds]) -> Ratio:
+    """Return the ratio of steps that took turns with plain ones.
+
+    What one of them leaves to a thread or to the device falls into the step after it, and is counted as its own. The
+    median of each turn is taken over the laps, and of those the mean: what is paid in the fifth turn of every lap is
+    paid, and what happens in one lap of many is the machine's.
+    """
+    logarithms = np.log(np.array(laps))
+    drawn = np.random.default_rng(0).integers(0, len(laps), (_RESAMPLED, len(laps)))
+    return Ratio(_of_turns(logarithms), statistics.stdev(_of_turns(logarithms[which]) for which in drawn))
+
+
+def _of_turns(logarithms: Seconds) -> float:
+    plain, other, after = (logarithms[:, at::3] for at in range(3))
+    return _beyond(other, plain) + _beyond(after, plain) - 1
+
+
+def _beyond(steps: Seconds, plain: Seconds) -> float:
+    """Return the ratio of steps to the plain ones, of which one is before them and one behind."""
+    before, behind = np.median(steps - plain[:, :-1], 0), np.median(steps - plain[:, 1:], 0)
+    return float(np.exp((before + behind) / 2).mean())
 
 
 def judged(value: float, limit: float | None, *, least: bool = False) -> str:
@@ -83,21 +111,14 @@ def judged(value: float, limit: float | None, *, least: bool = False) -> str:
     return f"{limit:g} | {'ok' if value <= limit else 'over'}"
 
 
-def table(
-    title: str, ratios: Mapping[str, Sequence[float]], *, plain: Sequence[float], limits: Mapping[str, float]
-) -> str:
-    """Write ratios as Markdown: median, its standard error, quartiles, and the limit where there is one."""
+def table(title: str, ratios: Mapping[str, Ratio], *, plain: Sequence[float], limits: Mapping[str, float]) -> str:
+    """Write ratios as Markdown, each with its standard error, and the limit where there is one."""
     lines = [
-        f"### {title}: plain step {statistics.median(plain) * 1e3:.2f} ms, the fastest lap {min(plain) * 1e3:.2f} ms",
+        f"### {title}: plain step {statistics.median(plain) * 1e3:.2f} ms, the fastest {min(plain) * 1e3:.2f} ms",
         "",
-        "| variant | ratio | error | quartiles | limit | |",
-        "|---|---:|---:|---:|---:|---|",
+        "| variant | ratio | error | limit | |",
+        "|---|---:|---:|---:|---|",
     ]
-    for name, found in ratios.items():
-        middle = statistics.median(found)
-        error = 1.25 * statistics.stdev(found) / math.sqrt(len(found))
-        low, _, high = statistics.quantiles(found, n=4, method="inclusive")
-        lines.append(
-            f"| {name} | {middle:.4f} | {error:.4f} | {low:.3f}-{high:.3f} | {judged(middle, limits.get(name))} |"
-        )
+    for name, (value, error) in ratios.items():
+        lines.append(f"| {name} | {value:.4f} | {error:.4f} | {judged(value, limits.get(name))} |")
     return "\n".join(lines) + "\n"

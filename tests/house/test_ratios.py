@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 PAIRING = Path(__file__).parents[2] / "benchmarks" / "pairing.py"
@@ -20,48 +21,90 @@ def pairing():
 
 
 class Clock:
-    """Steps that take a second, and what a step costs that is not plain."""
+    """Steps that take a second, but for what the machine adds, and what a step costs that is not plain."""
 
     def __init__(self, *, in_it=0.0, after_it=0.0, in_every_fifth=0.0):
-        self.now, self.steps, self.left = 0.0, 0, 0.0
+        self.now, self.steps, self.left, self.slow = 0.0, 0, 0.0, 1.0
         self.costs = in_it, after_it, in_every_fifth
 
     def plain(self):
-        self.now += 1 + self.left
+        self.now += self.slow * (1 + self.left)
         self.left = 0.0
 
     def other(self):
         in_it, after_it, in_every_fifth = self.costs
         self.plain()
         self.steps += 1
-        self.now += in_it + (in_every_fifth if self.steps % 5 == 0 else 0)
+        self.now += self.slow * (in_it + (in_every_fifth if self.steps % 5 == 0 else 0))
         self.left = after_it
+
+    def laps(self, pairing, count, *, between=lambda: None):
+        laps = []
+        for _ in range(count):
+            laps.append(pairing.taking_turns(self.other, self.plain, self.plain, turns=10))
+            between()
+        return laps
+
+
+@pytest.fixture
+def played(pairing, monkeypatch):
+    """Make a clock that the turns are timed by."""
+
+    def make(**costs):
+        clock = Clock(**costs)
+        monkeypatch.setattr(pairing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+        return clock
+
+    return make
 
 
 @pytest.mark.parametrize(
     ("costs", "ratio"),
-    [({}, 1.0), ({"in_it": 0.02}, 1.02), ({"after_it": 0.02}, 1.02), ({"in_every_fifth": 0.1}, 1.02)],
-    ids=["none", "in the step", "in the plain one after it", "in every fifth"],
-)
-def test_steps_that_take_turns_pay_for_what_they_cost(pairing, monkeypatch, costs, ratio):
-    clock = Clock(**costs)
-    monkeypatch.setattr(pairing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    assert pairing.alternating(clock.plain, clock.other, turns=4) == pytest.approx(ratio)
+    [
+        ({}, 1.0), ({"in_it": 0.02}, 1.02), ({"after_it": 0.02}, 1.02), ({"in_every_fifth": 0.1}, 1.02),
+        ({"in_it": 0.5, "after_it": 0.5}, 2.0),
+    ],
+    ids=["none", "in the step", "in the one after it", "in every fifth", "much, in both"],
+)  # fmt: skip
+def test_steps_that_take_turns_pay_for_what_they_cost(pairing, played, costs, ratio):
+    found = pairing.ratio_of_turns(played(**costs).laps(pairing, 4))
+    assert found.value == pytest.approx(ratio)
+    assert found.error == pytest.approx(0, abs=1e-9)
 
 
-def test_a_turn_in_which_the_machine_stops_is_one_of_many(pairing, monkeypatch):
-    clock = Clock(in_it=0.02)
+def test_a_machine_whose_speed_changes_from_lap_to_lap_changes_nothing(pairing, played):
+    clock = played(in_it=0.02)
 
-    def other():
-        clock.other()
-        clock.now += 9.0 if clock.steps == 7 else 0.0
+    def between():
+        clock.slow *= 1.1
 
-    monkeypatch.setattr(pairing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    assert pairing.alternating(clock.plain, other, turns=4) == pytest.approx(1.02)
+    found = pairing.ratio_of_turns(clock.laps(pairing, 5, between=between))
+    assert found.value == pytest.approx(1.02)
+    assert found.error == pytest.approx(0, abs=1e-9)
+
+
+def test_a_step_in_which_the_machine_stops_is_one_of_many(pairing, played):
+    laps = played(in_it=0.02).laps(pairing, 9)
+    for number, lap in enumerate(laps[:4]):
+        lap[number * 3 : number * 3 + 3] += 9.0
+    assert pairing.ratio_of_turns(laps).value == pytest.approx(1.02)
+
+
+def test_the_error_is_that_of_the_laps(pairing):
+    random = np.random.default_rng(0)
+
+    def found(count):
+        laps = [np.exp(random.normal(0, 0.05, 31)) for _ in range(count)]
+        return pairing.ratio_of_turns(laps)
+
+    many = [found(40) for _ in range(60)]
+    spread = np.std([ratio.value for ratio in many])
+    assert np.mean([ratio.value for ratio in many]) == pytest.approx(1.0, abs=4 * spread / 60**0.5)
+    assert np.mean([ratio.error for ratio in many]) == pytest.approx(spread, rel=0.4)
 
 
 def test_a_lap_is_set_against_the_plain_ones_before_and_after_it(pairing):
-    plain, other = iter([1.0, 3.0, 2.0]), iter([3.0, 5.0])
-    ratios, laps = pairing.paired(lambda: next(plain), {"other": lambda: next(other)}, rounds=2)
-    assert ratios == {"other": [1.5, 2.0]}
-    assert laps == [1.0, 3.0, 2.0]
+    plain, other = iter([1.0, 3.0, 2.0, 2.0]), iter([3.0, 5.0, 3.0])
+    ratios, laps = pairing.paired(lambda: next(plain), {"other": lambda: next(other)}, rounds=3)
+    assert ratios["other"].value == 1.5  # of 1.5, 2.0, 1.5
+    assert laps == [1.0, 3.0, 2.0, 2.0]
