@@ -57,11 +57,14 @@ static int refers_to(PyObject *weak, PyObject *object)
 #endif
 
 /* The version of a dict: no two that differ have the same one. Later interpreters do not keep it in every case, so that
-   each look is anew there. */
+   each look is anew there; the last that does warns of it. */
 #if PY_VERSION_HEX < 0x030D0000
-#define version_of(dict) (((PyDictObject *)(dict))->ma_version_tag)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+static uint64_t version_of(PyObject *dict) { return ((PyDictObject *)dict)->ma_version_tag; }
+#pragma GCC diagnostic pop
 #else
-#define version_of(dict) ((uint64_t)0)
+static uint64_t version_of(PyObject *dict) { return 0; }
 #endif
 
 #define SIZES 8    /* of one point's tensors that are told apart */
