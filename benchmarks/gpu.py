@@ -7,7 +7,7 @@ The model is a 24-layer Llama of 1.3 B parameters in bfloat16 with random weight
 until the model's own stream has finished them: that is what the model feels. What is still on its way to the host then
 is waited for outside the lap. 4 x 2048 tokens keep the device busy; at 1 x 512 tokens and at one token the forward
 waits for Python, so every microsecond of a hook counts, and the host's speed changes by more than that from one lap to
-the next: there, steps of the model take turns with those of two twins that share its weights and are not recorded, and
+the next: there, five steps of the model take turns with five of a twin that shares its weights and is not recorded, and
 a step is over when it returns. `--naive` times what scripts do too.
 
 It exits with 1 if a check failed or a recording lost something; a ratio over its limit is only marked.
@@ -38,7 +38,7 @@ LAPS = 2  # in a round, where steps take turns
 
 
 class Case(NamedTuple):
-    """A step to be timed, how many of them make a lap, and how many come before that, untimed.
+    """A step to be timed, how many of them (or turns of five) make a lap, and how many come before that, untimed.
 
     A device at rest runs faster than one that has worked for a while. And small tensors are held back to the end of a
     step once that was tried, up to 48 MB of them in a step: the inputs and outputs of 1 x 512 tokens are 700 MB.
@@ -56,8 +56,8 @@ class Case(NamedTuple):
 CASES = {
     "prefill": Case("prefill 4 x 2048", (4, 2048), False, 6, 10, 10),
     "train": Case("train 4 x 2048", (4, 2048), True, 2, 3, 3),
-    "short": Case("prefill 1 x 512", (1, 512), False, 16, 6, 40, True),
-    "token": Case("one token", (1, 1), False, 16, 6, 6, True),
+    "short": Case("prefill 1 x 512", (1, 512), False, 4, 6, 40, True),
+    "token": Case("one token", (1, 1), False, 4, 6, 6, True),
 }
 
 
@@ -161,7 +161,7 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
         ratios, alone = (in_turns if case.alternates else paired)(plain, variants, rounds=rounds)
         place = list(CASES).index(key)
         limits = {name: wanted.limits[place] for name, wanted in RECORDED.items() if wanted.limits}
-        laps = f"{LAPS} x {case.steps} steps in turn with plain ones" if case.alternates else f"{case.steps} steps"
+        laps = f"{LAPS} x {case.steps} turns of five steps" if case.alternates else f"{case.steps} steps"
         title = f"{case.name}, {rounds} rounds of {laps}"
         print(table(title, ratios, plain=alone, limits=limits), flush=True)
     except Exception as error:
@@ -194,7 +194,7 @@ def laps_of(
 ) -> tuple[Lap, dict[str, Callable[[], Any]]]:
     """Return the lap of the plain run and those of every variant; what a recording lost is put in `failures`."""
     ids = torch.randint(0, 32000, case.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    models = [model, *(twin_of(model) for _ in range(2 * case.alternates))]  # the one that is recorded comes first
+    models = [model, *([twin_of(model)] if case.alternates else [])]  # the one that is recorded comes first
 
     def step(which: int = 0) -> None:
         model = models[which]
@@ -214,7 +214,7 @@ def laps_of(
         for which in [0] * warm_up + [1]:
             step(which)
         torch.cuda.synchronize()
-        return taking_turns(step, partial(step, 1), partial(step, 2), turns=case.steps)
+        return taking_turns(step, partial(step, 1), turns=case.steps)
 
     def timed(release: Callable[[], object], *, warm_up: int) -> float:
         for _ in range(warm_up):

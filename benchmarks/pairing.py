@@ -5,7 +5,7 @@
 
 A lap returns its seconds per step, and its ratio is that to the mean of the plain laps before and after it: what
 changes slower than a lap is in all three. The median is taken over rounds. Where a step is all Python, steps take turns
-within a lap (`taking_turns`), and what changes slower than a step is in all of them.
+within a lap (`taking_turns`), and what changes slower than a few of them is in all.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ Lap = Callable[[], float]
 Step = Callable[[], object]
 Seconds = np.ndarray[Any, np.dtype[np.float64]]
 
+_TURN = 5  # steps
 _RESAMPLED = 200
 
 
@@ -66,14 +67,13 @@ def in_turn(variants: Iterable[str], rounds: int) -> Iterator[str]:
                 gc.enable()
 
 
-def taking_turns(other: Step, after: Step, plain: Step, *, turns: int) -> Seconds:
-    """Return the seconds of steps that take turns, back to back: a plain one, then another, one after it, a plain one.
+def taking_turns(other: Step, plain: Step, *, turns: int) -> Seconds:
+    """Return the seconds of steps that take turns, five of a kind back to back: plain, other, one after them, plain.
 
-    Each is of a model of its own, so that none follows a step of the same. A step is over when it returns: this is for
-    steps that the host takes longer to ask for than the device to do.
+    A step is over when it returns: this is for steps that the host takes longer to ask for than the device to do.
     """
     marks = [time.perf_counter()]
-    for step in (plain, *(other, after, plain) * turns):
+    for step in [plain] * _TURN + ([other] * _TURN + [plain] * (1 + _TURN)) * turns:
         step()
         marks.append(time.perf_counter())
     return np.diff(marks)
@@ -82,9 +82,9 @@ def taking_turns(other: Step, after: Step, plain: Step, *, turns: int) -> Second
 def ratio_of_turns(laps: Sequence[Seconds]) -> Ratio:
     """Return the ratio of steps that took turns with plain ones.
 
-    What one of them leaves to a thread or to the device falls into the step after it, and is counted as its own. The
-    median of each turn is taken over the laps, and of those the mean: what is paid in the fifth turn of every lap is
-    paid, and what happens in one lap of many is the machine's.
+    What they leave to a thread or to the device falls into the step after them, and is counted as theirs. Each step is
+    set against the plain ones of its turn, the median is taken over the laps, and of those the mean: what is paid in
+    the fifth step of every lap is paid, and what happens in one lap of many is the machine's.
     """
     logarithms = np.log(np.array(laps))
     drawn = np.random.default_rng(0).integers(0, len(laps), (_RESAMPLED, len(laps)))
@@ -92,14 +92,16 @@ def ratio_of_turns(laps: Sequence[Seconds]) -> Ratio:
 
 
 def _of_turns(logarithms: Seconds) -> float:
-    plain, other, after = (logarithms[:, at::3] for at in range(3))
-    return _beyond(other, plain) + _beyond(after, plain) - 1
+    whole = 2 * _TURN + 1
+    turns = range(0, logarithms.shape[1] - _TURN, whole)
+    return statistics.fmean(_of_turn(logarithms[:, first : first + whole + _TURN]) for first in turns)
 
 
-def _beyond(steps: Seconds, plain: Seconds) -> float:
-    """Return the ratio of steps to the plain ones, of which one is before them and one behind."""
-    before, behind = np.median(steps - plain[:, :-1], 0), np.median(steps - plain[:, 1:], 0)
-    return float(np.exp((before + behind) / 2).mean())
+def _of_turn(logarithms: Seconds) -> float:
+    before, others, after, behind = np.split(logarithms, np.cumsum([_TURN, _TURN, 1]), 1)
+    usual = np.median(np.concatenate([before, behind], 1), 1)[:, None]
+    beyond = np.exp(np.median(np.concatenate([others, after], 1) - usual, 0)) - 1
+    return 1 + float(beyond.sum()) / _TURN
 
 
 def judged(value: float, limit: float | None, *, least: bool = False) -> str:

@@ -41,7 +41,7 @@ class Clock:
     def laps(self, pairing, count, *, between=lambda: None):
         laps = []
         for _ in range(count):
-            laps.append(pairing.taking_turns(self.other, self.plain, self.plain, turns=10))
+            laps.append(pairing.taking_turns(self.other, self.plain, turns=4))
             between()
         return laps
 
@@ -86,7 +86,7 @@ def test_a_machine_whose_speed_changes_from_lap_to_lap_changes_nothing(pairing, 
 def test_a_step_in_which_the_machine_stops_is_one_of_many(pairing, played):
     laps = played(in_it=0.02).laps(pairing, 9)
     for number, lap in enumerate(laps[:4]):
-        lap[number * 3 : number * 3 + 3] += 9.0
+        lap[number * 7 : number * 7 + 7] += 9.0
     assert pairing.ratio_of_turns(laps).value == pytest.approx(1.02)
 
 
@@ -94,7 +94,7 @@ def test_the_error_is_that_of_the_laps(pairing):
     random = np.random.default_rng(0)
 
     def found(count):
-        laps = [np.exp(random.normal(0, 0.05, 31)) for _ in range(count)]
+        laps = [np.exp(random.normal(0, 0.05, 49)) for _ in range(count)]
         return pairing.ratio_of_turns(laps)
 
     many = [found(40) for _ in range(60)]
