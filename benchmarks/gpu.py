@@ -7,7 +7,7 @@ The model is a 24-layer Llama of 1.3 B parameters in bfloat16 with random weight
 until the model's own stream has finished them: that is what the model feels. What is still on its way to the host then
 is waited for outside the lap. 4 x 2048 tokens keep the device busy; at 1 x 512 tokens and at one token the forward
 waits for Python, so every microsecond of a hook counts, and the host's speed changes by more than that from one lap to
-the next: there, five steps of the model take turns with five of a twin that shares its weights and is not recorded, and
+the next: there, six steps of the model take turns with six of a twin that shares its weights and is not recorded, and
 a step is over when it returns. `--naive` times what scripts do too.
 
 It exits with 1 if a check failed or a recording lost something; a ratio over its limit is only marked.
@@ -38,7 +38,7 @@ LAPS = 2  # in a round, where steps take turns
 
 
 class Case(NamedTuple):
-    """A step to be timed, how many of them (or turns of five) make a lap, and how many come before that, untimed.
+    """A step to be timed, how many of them (or turns of six) make a lap, and how many come before that, untimed.
 
     A device at rest runs faster than one that has worked for a while. And small tensors are held back to the end of a
     step once that was tried, up to 48 MB of them in a step: the inputs and outputs of 1 x 512 tokens are 700 MB.
@@ -161,7 +161,7 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
         ratios, alone = (in_turns if case.alternates else paired)(plain, variants, rounds=rounds)
         place = list(CASES).index(key)
         limits = {name: wanted.limits[place] for name, wanted in RECORDED.items() if wanted.limits}
-        laps = f"{LAPS} x {case.steps} turns of five steps" if case.alternates else f"{case.steps} steps"
+        laps = f"{LAPS} x {case.steps} turns of six steps" if case.alternates else f"{case.steps} steps"
         title = f"{case.name}, {rounds} rounds of {laps}"
         print(table(title, ratios, plain=alone, limits=limits), flush=True)
     except Exception as error:

@@ -25,7 +25,7 @@ Lap = Callable[[], float]
 Step = Callable[[], object]
 Seconds = np.ndarray[Any, np.dtype[np.float64]]
 
-_TURN = 5  # steps
+_TURN = 6  # steps
 _RESAMPLED = 200
 
 
@@ -68,12 +68,12 @@ def in_turn(variants: Iterable[str], rounds: int) -> Iterator[str]:
 
 
 def taking_turns(other: Step, plain: Step, *, turns: int) -> Seconds:
-    """Return the seconds of steps that take turns, five of a kind back to back: plain, other, one after them, plain.
+    """Return the seconds of steps that take turns, six of a kind back to back: plain, other, plain, other, ... plain.
 
     A step is over when it returns: this is for steps that the host takes longer to ask for than the device to do.
     """
     marks = [time.perf_counter()]
-    for step in [plain] * _TURN + ([other] * _TURN + [plain] * (1 + _TURN)) * turns:
+    for step in [plain] * _TURN + ([other] * _TURN + [plain] * _TURN) * turns:
         step()
         marks.append(time.perf_counter())
     return np.diff(marks)
@@ -82,9 +82,9 @@ def taking_turns(other: Step, plain: Step, *, turns: int) -> Seconds:
 def ratio_of_turns(laps: Sequence[Seconds]) -> Ratio:
     """Return the ratio of steps that took turns with plain ones.
 
-    What they leave to a thread or to the device falls into the step after them, and is counted as theirs. Each step is
-    set against the plain ones of its turn, the median is taken over the laps, and of those the mean: what is paid in
-    the fifth step of every lap is paid, and what happens in one lap of many is the machine's.
+    The first of each six is left out: it pays for the change. The others are set against the plain ones on both sides,
+    the median of each is taken over the laps, and of those the mean: what is paid in the fifth step of every lap is
+    paid, as is what a step leaves to a thread and the next one feels; what happens in one lap of many is the machine's.
     """
     logarithms = np.log(np.array(laps))
     drawn = np.random.default_rng(0).integers(0, len(laps), (_RESAMPLED, len(laps)))
@@ -92,16 +92,11 @@ def ratio_of_turns(laps: Sequence[Seconds]) -> Ratio:
 
 
 def _of_turns(logarithms: Seconds) -> float:
-    whole = 2 * _TURN + 1
-    turns = range(0, logarithms.shape[1] - _TURN, whole)
-    return statistics.fmean(_of_turn(logarithms[:, first : first + whole + _TURN]) for first in turns)
-
-
-def _of_turn(logarithms: Seconds) -> float:
-    before, others, after, behind = np.split(logarithms, np.cumsum([_TURN, _TURN, 1]), 1)
-    usual = np.median(np.concatenate([before, behind], 1), 1)[:, None]
-    beyond = np.exp(np.median(np.concatenate([others, after], 1) - usual, 0)) - 1
-    return 1 + float(beyond.sum()) / _TURN
+    laps = len(logarithms)
+    sixes = logarithms.reshape(laps, -1, _TURN)[:, :, 1:]
+    plain, others = sixes[:, 0::2], sixes[:, 1::2]
+    usual = np.median(np.concatenate([plain[:, :-1], plain[:, 1:]], 2), 2, keepdims=True)
+    return float(np.exp(np.median(others - usual, 0)).mean())
 
 
 def judged(value: float, limit: float | None, *, least: bool = False) -> str:
