@@ -262,19 +262,15 @@ class Lane:
         return found
 
     def _boarding(self, chunk: Bytes, raw: int) -> Flight:
-        """Return the flight that is being loaded for a stream, and have it hold on to the chunk.
-
-        One that has waited for another step leaves with its chunk, which is free sooner than if it held a second.
-        """
+        """Return the flight that is being loaded for a stream, and have it hold on to the chunk."""
         flight = self._flight
-        if flight is not None and flight.raw == raw and (flight.chunk is chunk or not flight.over):
-            if flight.chunk is not chunk:
-                flight.hold(chunk)
-            return flight
-        if flight is not None or self._held:
-            self._depart()
-        origin = self._origins.get(raw) or self._origin(raw)
-        flight = self._flight = Flight(self, origin, raw, chunk)
+        if flight is None or flight.raw != raw:
+            if flight is not None or self._held:
+                self._depart()
+            origin = self._origins.get(raw) or self._origin(raw)
+            flight = self._flight = Flight(self, origin, raw, chunk)
+        elif flight.chunk is not chunk:
+            flight.hold(chunk)
         return flight
 
     def _origin(self, raw: int) -> torch.cuda.Stream:
@@ -344,15 +340,8 @@ class Lane:
                 self._depart()
 
     def rest(self) -> None:
-        """Hear that the step has ended: a flight leaves now, or stays for the next steps until it is asked to.
-
-        It stays if it holds nothing but memory of the host, and belongs to the default stream, which outlives it.
-        """
-        flight, trip = self._flight, self._trip
-        if flight is None and trip is None:
-            return
-        if flight is not None and trip is None and not (self._held or flight.raw):
-            flight.over = True  # whoever asks need not wait for company
+        """Hear that the step has ended."""
+        if self._flight is None and self._trip is None:
             return
         if (current_stream(self.place) or not is_alone()) and is_capturing():
             return  # a capture does not bear the question whether a copy has landed; number 0 is never captured
