@@ -128,7 +128,7 @@ static PyObject *innermost(PyObject *calls) { return PyList_GET_ITEM(calls, PyLi
 static int is_inside(Gate *self, PyObject *calls, long away)
 {
     if (!is_frame(PyTuple_GET_ITEM(innermost(calls), 3), away)) return 0;
-    return self->away < DIRECTLY + BACKWARD || (number_of(PyObject_CallNoArgs(graph_task)) == -1 && !PyErr_Occurred());
+    return self->away <= DIRECTLY || (number_of(PyObject_CallNoArgs(graph_task)) == -1 && !PyErr_Occurred());
 }
 
 /* Count where the hooks count, from a number on. */

@@ -72,7 +72,6 @@ static uint64_t version_of(PyObject *dict) { return 0; }
 #define RECENT 8   /* tensors that are looked through for one that waits already */
 #define TAKEN 16   /* and, in the middle of a step, for one that was taken already */
 #define DIRECTLY 4 /* frames from torch's own to the one of the outer call, where nothing is in between */
-#define BACKWARD 2 /* frames of torch's own that are in between where a backward pass is: `grad` and what it calls */
 #define OTHERS 3   /* kinds of hooks of a module's own that torch looks for before its forward */
 #define TORCHS 2   /* frames of torch's own between a module that is called and a hook that is: a door has none */
 #define WAYS 8

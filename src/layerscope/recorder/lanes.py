@@ -395,7 +395,12 @@ class Lane:
     def _leave(self) -> None:
         trip, self._trip = self._trip, None
         if trip is not None:
-            self.send(trip)
+            try:
+                self.send(trip)
+            except BaseException as error:  # nobody comes for it: whoever waits is told
+                self._held -= trip.size
+                trip.finish(error)
+                raise
 
     def send(self, cargo: Carried) -> None:
         """Have the thread carry something that is ready when its stream has come as far as it is now."""

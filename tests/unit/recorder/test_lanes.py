@@ -292,6 +292,16 @@ def test_memory_is_not_used_again_before_the_copies_have_landed(monkeypatch):
     assert device.fly(CHUNK) is not None
 
 
+def test_a_small_copy_before_a_large_one_in_every_step_needs_no_more_memory(ready):
+    for _ in range(300):
+        assert ready.fly(64) is not None
+        assert ready.fly(CHUNK // 5) is not None
+        lanes.rest()
+        ready.land()
+        ready.work()
+    assert ready.lane.pinned.total <= 3 * CHUNK
+
+
 @pytest.mark.parametrize("prepared", [False, True])
 def test_memory_that_cannot_be_had_is_said_once_and_leaves_the_lane_alive(device, prepared, caplog):
     device.fails = True
@@ -314,6 +324,20 @@ def test_memory_that_cannot_be_had_is_said_once_and_leaves_the_lane_alive(device
 
 
 # Flights -----------------------------------------------------------------------------------------
+
+
+def test_what_an_earlier_step_left_does_not_wait_for_a_later_one(ready):
+    arrivals, ends = [], []
+    for _ in range(5):
+        arrivals.append(ready.fly(100))
+        lanes.rest()
+        ends.append(ready.streams[0].queued)
+    ready.streams[0].done = ends[3]
+    for arrival in arrivals[:4]:
+        arrival()
+    assert ready.streams[0].done == ends[3]
+    arrivals[4]()
+    assert ready.streams[0].done == ends[4]
 
 
 def test_small_flights_are_seldom_asked_about_and_their_events_are_used_again(ready):
@@ -417,6 +441,22 @@ def test_without_the_driver_torch_is_asked_to_wait(device, monkeypatch):
     device.lane.send(sack)
     device.work()
     assert (waited, device.asked, sack.is_finished) == ([sack.ready], [], True)
+
+
+def test_a_trip_that_cannot_be_sent_is_not_waited_for(device, monkeypatch):
+    arrival = Arrival(torch.uint8, torch.Size([4]), lambda size: np.empty(size, np.uint8))
+    device.lane.board(arrival, torch.arange(4, dtype=torch.uint8))
+
+    def refuse(event, stream):
+        raise RuntimeError("CUDA error 2")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(device.events, "record", refuse)
+        with pytest.raises(RuntimeError, match="CUDA error 2"):
+            arrival.leave()
+    with pytest.raises(RuntimeError, match="did not arrive from the device: CUDA error 2"):
+        arrival()
+    assert device.lane._held == 0
 
 
 @pytest.mark.parametrize("when", ["following", "unloading"])

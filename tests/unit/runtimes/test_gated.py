@@ -1046,6 +1046,44 @@ def test_a_gradient_inside_a_forward_is_none_of_its_calls(assert_alike, taps, op
     assert_alike(make, steps(X, count=8), taps, **options)
 
 
+def by_grad(value, source):
+    return torch.autograd.grad(value, source)[0]
+
+
+def by_the_engine(value, source):
+    run = torch.autograd.Variable._execution_engine.run_backward
+    return run((value,), (torch.ones(()),), False, False, (source,), False, accumulate_grad=False)[0]
+
+
+@torch.jit.script
+def _scripted(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    found = torch.autograd.grad([value], [source])[0]
+    assert found is not None
+    return found
+
+
+def by_a_script(value, source):
+    return _scripted(value, source)
+
+
+@WAYS
+@pytest.mark.parametrize("differentiate", [by_grad, by_the_engine, by_a_script], ids=lambda way: way.__name__)
+def test_a_tensors_hook_that_calls_a_module_in_the_middle_of_a_forward(assert_alike, differentiate, taps, options):
+    def inner(m, x):
+        def call(y):  # as far from the outer module in the backward pass as in the forward
+            return m.part(y)
+
+        source = call(x).detach().requires_grad_()
+        value = source * 2
+        value.register_hook(call)
+        return source.detach() + differentiate(value.sum(), source)
+
+    def make():
+        return Holder(lambda m, x: m.inner(x) * 1, inner=Holder(inner, **linears("part")))
+
+    assert_alike(make, steps(X), taps, **options)
+
+
 @WAYS
 def test_a_call_of_a_backward_pass_that_is_as_deep_as_one_of_the_forward_is_told_from_it(assert_alike, taps, options):
     def forward(m, x):
