@@ -1046,42 +1046,48 @@ def test_a_gradient_inside_a_forward_is_none_of_its_calls(assert_alike, taps, op
     assert_alike(make, steps(X, count=8), taps, **options)
 
 
-def by_grad(value, source):
-    return torch.autograd.grad(value, source)[0]
-
-
-def by_the_engine(value, source):
-    run = torch.autograd.Variable._execution_engine.run_backward
-    return run((value,), (torch.ones(()),), False, False, (source,), False, accumulate_grad=False)[0]
-
-
 @torch.jit.script
-def _scripted(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def scripted(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     found = torch.autograd.grad([value], [source])[0]
     assert found is not None
     return found
 
 
-def by_a_script(value, source):
-    return _scripted(value, source)
+class Differentiates(nn.Module):
+    """Calls its part in the forward and, as far from itself, in a backward pass that begins in there.
 
+    Neither the engine nor a scripted function has a frame of its own.
+    """
 
-@WAYS
-@pytest.mark.parametrize("differentiate", [by_grad, by_the_engine, by_a_script], ids=lambda way: way.__name__)
-def test_a_tensors_hook_that_calls_a_module_in_the_middle_of_a_forward(assert_alike, differentiate, taps, options):
-    def inner(m, x):
-        def call(y):  # as far from the outer module in the backward pass as in the forward
-            return m.part(y)
+    def __init__(self, way):
+        super().__init__()
+        self.part, self.way = nn.Linear(4, 4), way
+
+    def forward(self, x):
+        def call(y):
+            return self.part(y)
 
         source = call(x).detach().requires_grad_()
         value = source * 2
         value.register_hook(call)
-        return source.detach() + differentiate(value.sum(), source)
+        total = value.sum()
+        if self.way == "by torch":
+            [found] = torch.autograd.grad(total, source)
+        elif self.way == "by a script":
+            found = scripted(total, source)
+        else:
+            run = torch.autograd.Variable._execution_engine.run_backward
+            [found] = run((total,), (torch.ones(()),), False, False, (source,), False, accumulate_grad=False)
+        return source.detach() + found.detach()
 
+
+@WAYS
+@pytest.mark.parametrize("way", ["by torch", "by a script", "by the engine"])
+def test_a_tensors_hook_that_calls_a_module_in_the_middle_of_a_forward_is_no_forward(assert_alike, way, taps, options):
     def make():
-        return Holder(lambda m, x: m.inner(x) * 1, inner=Holder(inner, **linears("part")))
+        return Holder(lambda m, x: m.inner(x) * 1, inner=Differentiates(way))
 
-    assert_alike(make, steps(X), taps, **options)
+    assert_alike(make, steps(X, count=8), taps, **options)
 
 
 @WAYS
