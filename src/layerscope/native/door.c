@@ -73,11 +73,15 @@ static int is_found_alone(Gate *gate, PyObject *own)
 }
 
 /* Whether it is. To look there again is to look far: a dict that has the version it had holds what it held. */
-static int is_alone(Gate *gate, PyObject *own)
+static int is_alone(Gate *gate)
 {
-    if (gate->own_version && gate->own_version == version_of(own) && gate->hooks_version == version_of(gate->hooks))
-        return 1;
-    return is_found_alone(gate, own);
+    PyObject *own = PyObject_GenericGetDict(gate->module, NULL);
+    if (own == NULL) return 0;
+    int is_as_it_was =
+        gate->own_version && gate->own_version == version_of(own) && gate->hooks_version == version_of(gate->hooks);
+    int is = is_as_it_was || is_found_alone(gate, own);
+    Py_DECREF(own); /* the module has it */
+    return is;
 }
 
 /* Whether the gate is all that torch would call around a forward that begins now. */
@@ -86,22 +90,17 @@ static int is_only_hook(Gate *gate)
     if (_PyType_Lookup(Py_TYPE(gate->module), s_call_impl) != torchs_call) return 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(global_hooks); i++)
         if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, i))) return 0;
-    PyObject *own = PyObject_GenericGetDict(gate->module, NULL);
-    int is = own != NULL && is_alone(gate, own);
-    for (int i = 0; is && i < OTHERS; i++) is = !PyDict_GET_SIZE(gate->others[i]);
-    Py_XDECREF(own);
-    return is;
+    if (!is_alone(gate)) return 0;
+    for (int i = 0; i < OTHERS; i++)
+        if (PyDict_GET_SIZE(gate->others[i])) return 0;
+    return 1;
 }
 
 /* Whether it is all that torch would call now that the forward is over, which may have registered hooks. Those of other
    kinds are for the next call. */
 static int is_still_only_hook(Gate *gate)
 {
-    if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, AFTER))) return 0;
-    PyObject *own = PyObject_GenericGetDict(gate->module, NULL);
-    int is = own != NULL && is_alone(gate, own);
-    Py_XDECREF(own);
-    return is;
+    return !PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, AFTER)) && is_alone(gate);
 }
 
 static int is_traced(void)
