@@ -27,6 +27,7 @@ __all__ = ["Launch", "allow_captures", "copy_address", "copying", "following", "
 Launch = Callable[..., None]  # takes the kernel's arguments, a pointer as an address, and how many programs run it
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_NO_FLAGS = 0
 _HIDDEN = 4  # pointers that Triton's kernels take beside their arguments, by its version: memory that ours do not use
 
 
@@ -103,14 +104,7 @@ def copying(device: int) -> Callable[[int, int, int, int], None]:
 
     torch's takes tensors, and to make one of each room costs more than the copy.
     """
-    call = _driver().cuMemcpyDtoHAsync_v2
-
-    def copy(to: int, source: int, size: int, stream: int) -> None:
-        code = call(to, source, size, stream)
-        if code:
-            _insist(code, device, f"a copy of {size} bytes to the host", call, to, source, size, stream)
-
-    return copy
+    return _asking(_driver().cuMemcpyDtoHAsync_v2, device, "a copy of {2} bytes to the host")
 
 
 def marking(device: int) -> Callable[[int, int], None]:
@@ -118,14 +112,7 @@ def marking(device: int) -> Callable[[int, int], None]:
 
     torch's lets go of the interpreter. It makes the event when it is first recorded, which must have been by torch.
     """
-    call = _driver().cuEventRecord
-
-    def mark(event: int, stream: int) -> None:
-        code = call(event, stream)
-        if code:
-            _insist(code, device, "to record an event", call, event, stream)
-
-    return mark
+    return _asking(_driver().cuEventRecord, device, "to record an event")
 
 
 def following(device: int) -> Callable[[int, int], None]:
@@ -133,14 +120,18 @@ def following(device: int) -> Callable[[int, int], None]:
 
     The caller goes on. torch's lets go of the interpreter.
     """
-    call = _driver().cuStreamWaitEvent
+    return _asking(_driver().cuStreamWaitEvent, device, "to have a stream wait for an event", _NO_FLAGS)
 
-    def follow(stream: int, event: int) -> None:
-        code = call(stream, event, 0)
+
+def _asking(call: Any, device: int, what: str, *always: int) -> Callable[..., None]:
+    """Return a call of the driver that raises where it is refused; `what` may name the numbers it is given."""
+
+    def ask(*numbers: int) -> None:
+        code = call(*numbers, *always)
         if code:
-            _insist(code, device, "to have a stream wait for an event", call, stream, event, 0)
+            _insist(code, device, what.format(*numbers), call, *numbers, *always)
 
-    return follow
+    return ask
 
 
 def copy_address() -> int:
