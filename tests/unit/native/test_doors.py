@@ -529,18 +529,24 @@ def attributes_replaced(doorway):
     doorway.module.__dict__ = {**doorway.module.__dict__, "_forward_hooks": OrderedDict()}
 
 
-AROUND = [closed, shut, barred, hooked_after, hooked_by_another, remove, hooks_replaced, attributes_replaced]
+def changing(change):
+    """Return a doorway whose next forward changes something of it, and what that forward returns."""
 
-
-@pytest.mark.parametrize("change", AROUND, ids=lambda change: change.__name__)
-def test_a_forward_that_changes_what_is_around_it_leaves_its_end_to_the_hooks(change):
     def does():
         change(doorway)
         return value
 
     doorway, value = Doorway().ready(), bits(4)
     doorway.module.does = does
+    return doorway, value
 
+
+AROUND = [closed, shut, barred, hooked_after, hooked_by_another, remove, hooks_replaced, attributes_replaced]
+
+
+@pytest.mark.parametrize("change", AROUND, ids=lambda change: change.__name__)
+def test_a_forward_that_changes_what_is_around_it_leaves_its_end_to_the_hooks(change):
+    doorway, value = changing(change)
     assert doorway.call() is value
     assert doorway.module.ways == [DOOR]
     assert doorway.hook.late_calls == [(doorway.module, (), {}, value)]
@@ -549,13 +555,7 @@ def test_a_forward_that_changes_what_is_around_it_leaves_its_end_to_the_hooks(ch
 
 @pytest.mark.parametrize("change", NOT_AFTER, ids=lambda change: change.__name__)
 def test_a_hook_of_another_kind_that_a_forward_registers_is_for_the_next_call(change):
-    def does():
-        change(doorway)
-        return value
-
-    doorway, value = Doorway().ready(), bits(4)
-    doorway.module.does = does
-
+    doorway, value = changing(change)
     assert doorway.call() is value
     assert doorway.hook.late_calls == []
     assert doorway.kept[-1].tensor is value
