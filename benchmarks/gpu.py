@@ -174,7 +174,7 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
 
 
 def in_turns(
-    plain: Callable[[], float], variants: Mapping[str, Callable[[], Seconds]], *, rounds: int
+    plain: Lap, variants: Mapping[str, Callable[[], Seconds]], *, rounds: int
 ) -> tuple[dict[str, Ratio], list[float]]:
     """Return the ratios of variants whose steps take turns with plain ones, and laps of the plain run."""
     laps: dict[str, list[Seconds]] = {name: [] for name in variants}

@@ -19,15 +19,8 @@ import torch.nn.modules.module as modules
 
 __all__ = ["CALL", "CALLING", "FILES", "RAISED", "load", "why_not"]
 
-FILES = (
-    "types.h",
-    "basket.c",
-    "sweep.c",
-    "gate.c",
-    "door.c",
-    "launch.c",
-    "module.c",
-)  # in the order in which they know each other
+# In the order in which they know each other.
+FILES = ("types.h", "basket.c", "sweep.c", "gate.c", "door.c", "launch.c", "module.c")
 
 CALL = torch.nn.Module._call_impl  # torch's way around a forward
 CALLING = torch.nn.Module._wrapped_call_impl.__code__  # where torch goes it, or calls a door in its place

@@ -1,6 +1,6 @@
 /* The launch of a kernel: numbers go where the driver looks for them, and the driver is called.
 
-   By `ctypes` that takes ten microseconds in the middle of a forward. */
+   By `ctypes` that takes twenty microseconds in the middle of a forward. */
 
 typedef int (*Start)(void *config, void *function, void **arguments, void **extra); /* cuLaunchKernelEx */
 
