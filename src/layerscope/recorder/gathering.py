@@ -271,7 +271,9 @@ class Gathering:
         if self._thread != get_ident():
             return
         self.basket.shut()
-        self.flush()
+        left = self.basket.sweep()
+        if left is not None:
+            self._rest(left)
         if self._doubts:
             self._try()
 

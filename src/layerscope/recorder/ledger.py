@@ -25,7 +25,7 @@ class Ledger:
     """Counts, kept while the model runs; every method is quick and may be called from any thread."""
 
     def __init__(self) -> None:
-        self.forwards = 0
+        self.forwards = 0  # whoever begins one counts it, one at a time
         self.failed_forwards = 0
         self.recomputed = 0
         self._lock = threading.Lock()
@@ -33,9 +33,9 @@ class Ledger:
         self._passed: set[Point] = set()
         self._empty: dict[Point, str] = {}
         self._failures: dict[Point, str] = {}
-        self._called: set[str] = set()
+        self.called: set[str] = set()  # modules, in forwards in which something was due
+        self.last: tuple[bool, ...] | None = None  # the taps that were last told to be due
         self._due: set[int] = set()
-        self._last: tuple[bool, ...] = ()  # that was added to it
         self._schedule: str | None = None
         self._ops: set[str] = set()
 
@@ -49,13 +49,11 @@ class Ledger:
         """Whether any tap's schedule ever said yes, or failed to say."""
         return bool(self._due) or self._schedule is not None
 
-    def began(self, due: tuple[bool, ...]) -> None:
-        """Count a forward, and the taps that were due in it."""
+    def are_due(self, due: tuple[bool, ...]) -> None:
+        """Take down the taps that are due in a forward."""
         with self._lock:
-            self.forwards += 1
-            if due is not self._last:
-                self._last = due
-                self._due.update(tap for tap, on in enumerate(due) if on)
+            self.last = due
+            self._due.update(tap for tap, on in enumerate(due) if on)
 
     def unscheduled(self, error: Exception) -> None:
         """Take down that a schedule raised, and say it the first time."""
@@ -63,11 +61,15 @@ class Ledger:
             self._schedule = f"its schedule raised {type(error).__name__}: {error}"
             _log.warning("a schedule raised %s: %s; the forward is not recorded", type(error).__name__, error)
 
-    def ended(self, called: Iterable[str], *, failed: bool) -> None:
+    def were_called(self, names: Iterable[str]) -> None:
         """Take down which modules a forward called, where something was due in it."""
         with self._lock:
-            self._called.update(called)
-            self.failed_forwards += failed
+            self.called.update(names)
+
+    def forward_failed(self) -> None:
+        """Count a forward that raised."""
+        with self._lock:
+            self.failed_forwards += 1
 
     def repeated(self) -> None:
         """Count a call that activation checkpointing repeated."""
@@ -105,7 +107,7 @@ class Ledger:
         """
         fired = {(p.name, p.side, p.leaf[:n]) for p in self._points for n in range(len(p.leaf) + 1) if not p.op}
         silent = [p for p in plan.expected if (p.name, p.side, p.leaf) not in fired]
-        silence = why_silent({p.name for p in silent} - self._called) if self.forwards else {}
+        silence = why_silent({p.name for p in silent} - self.called) if self.forwards else {}
         failures = {(p.name, p.side): why for p, why in reversed(self._failures.items())}  # the first one counts
         due = {point for tap, points in enumerate(plan.points) if tap in self._due for point in points}
         missing = [

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -159,16 +160,33 @@ class _Settings(NamedTuple):
     budget: int
 
 
-@dataclass(slots=True, eq=False)
 class _Step(Step):
-    """A step with the taps that are due in it, and the tensors already looked at."""
+    """A step with the taps that are due in it, and the tensors already looked at.
 
-    due: tuple[bool, ...] = ()
-    requests: dict[int, Request] = field(default_factory=dict)
-    looks: dict[int, Look] = field(default_factory=dict)
-    taken: dict[int, Taken] = field(default_factory=dict)
-    moments: dict[int, Moment] = field(default_factory=dict)  # of each call
-    alone: bool = True  # whether no other forward belongs to it
+    One is made for every forward that is recorded: by hand, because a model may be waiting for Python.
+    """
+
+    __slots__ = ("alone", "due", "looks", "moments", "requests", "taken")
+
+    def __init__(
+        self,
+        moment: Moment,
+        due: tuple[bool, ...] = (),
+        requests: dict[int, Request] | None = None,
+        whole: Callable[[Step, Point, object, int], None] | None = None,
+        *,
+        alone: bool = True,
+    ) -> None:
+        self.moment = moment
+        self.idle = True not in due
+        self.calls = defaultdict(count)
+        self.whole = whole
+        self.due = due
+        self.requests = {} if requests is None else requests
+        self.looks: dict[int, Look] = {}
+        self.taken: dict[int, Taken] = {}
+        self.moments: dict[int, Moment] = {}  # of each call
+        self.alone = alone  # whether no other forward belongs to it
 
     def at(self, call: int) -> Moment:
         """Return the moment of a call within the step."""
@@ -198,8 +216,9 @@ class Recording:
         self._settings = settings
         self._plan = plan
         self._ledger = Ledger()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a schedule is somebody's function, which may ask for a moment
         self._step: _Step | None = None
+        self._idle = _Step(Moment())  # every step in which nothing is due
         self._pending: deque[_Waiting | Held] = deque()
         self._taking = Taking(
             in_memory=self.to is None,
@@ -287,7 +306,8 @@ class Recording:
         self._note = note
         if note:
             self._taking.shut()  # what is seen in the rest of a step has a note of its own
-        self._clock.set(epoch=epoch, step=step, batch=batch)
+        with self._lock:
+            self._clock.set(epoch=epoch, step=step, batch=batch)
 
     def flush(self) -> None:
         """Wait until everything recorded so far is safe: on disk and acknowledged, or arrived in memory."""
@@ -351,38 +371,50 @@ class Recording:
     def begin(self) -> Step:
         """Start a step, or go on with the one the caller has named."""
         if self._listener is not None and not self._listener.wants():
-            return _Step(Moment(), idle=True)
-        moment = self._clock.begin()
+            return self._idle
         with self._lock:
+            self._ledger.forwards += 1
+            moment = self._clock.begin()
             step = self._step
             if step is None or step.moment is not moment:
-                due = self._due(moment)
-                requests = self._plan.requests(due)
-                alone = not self._clock.is_named
-                step = _Step(moment, True not in due, due=due, requests=requests, whole=self._whole, alone=alone)
-                self._step = step
-        self._ledger.began(step.due)
-        self._taking.begin(None if step.idle or step.whole or self._note else step)
+                step = self._step = self._begun(moment)
+        gathering = self._taking.gathering
+        if gathering is not None:
+            try:
+                gathering.begin(None if step.idle or step.whole or self._note else step)
+            except Exception as error:
+                self._taking.gather_no_more(error)
         return step
+
+    def _begun(self, moment: Moment) -> _Step:
+        plan, ledger = self._plan, self._ledger
+        try:
+            due = plan.due(moment)
+        except Exception as error:
+            ledger.unscheduled(error)
+            due = ()
+        if True not in due:
+            self._idle.moment = moment
+            return self._idle
+        if due is not ledger.last:
+            ledger.are_due(due)
+        return _Step(moment, due, plan.requests(due), self._whole, alone=self._clock.named is None)
 
     def gate(self, hook: Any, local: Any) -> Any | None:
         """Return what stands in a hook's place, and lets the usual calls pass."""
         return self._taking.gate(hook, local)
 
-    def _due(self, moment: Moment) -> tuple[bool, ...]:
-        try:
-            return self._plan.due(moment)
-        except Exception as error:
-            self._ledger.unscheduled(error)
-            return (False,) * len(self._plan.taps)
-
     def end(self, step: Step, *, failed: bool) -> None:
         """Forget the tensors of the step; they are the model's again."""
         assert isinstance(step, _Step)
-        self._taking.end()
-        step.looks.clear()
-        step.taken.clear()
-        self._ledger.ended(() if step.idle else step.calls, failed=failed)
+        if not step.idle:
+            self._taking.end()
+            step.looks.clear()
+            step.taken.clear()
+            if not self._ledger.called.issuperset(step.calls):
+                self._ledger.were_called(step.calls)
+        if failed:
+            self._ledger.forward_failed()
 
     def seen(
         self,

@@ -23,7 +23,7 @@ from layerscope.points import Moment, Point
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.gathering import Gathering, Held
-from layerscope.recorder.lanes import flying, is_capturing, lane_of
+from layerscope.recorder.lanes import flying, is_capturing, lane_of, rest
 from layerscope.recorder.taps import Level, Only, Plan, Request, Wish
 from layerscope.stats import Summary, backend, prepare, summarize
 from layerscope.stats.bits import lying
@@ -70,13 +70,13 @@ class Taking:
         doubtful: Callable[[Point], None] = lambda point: None,
     ) -> None:
         self.quick = False  # whether `once` is worth asking
+        self.gathering: Gathering | None = None  # what waits for the end of its step, where anything may
         self._keep = keep  # is given each tensor that is held back, in its place among the records
         self._in_memory = in_memory
         self._listened = listened  # whether somebody else wants to know of each record at once
         self._arena = Arena()
         self._pool = Pool(budget)
         self._devices = Statistics()
-        self._gathering: Gathering | None = None
         self._gave_up = False  # and said so
         self._doubtful = doubtful  # is told of points whose records may show later values
         self._shares = True  # whether two points are likely to see the same tensor
@@ -101,11 +101,11 @@ class Taking:
         self._shares = any(sides != {"output"} for sides in plan.sides.values())
         if on_device:
             self._devices.prepare(on_device, level=plan.default.level if plan.counts else None)
-            if self._gathering is not None:
+            if self.gathering is not None:
                 try:
-                    lane_of(torch.device("cuda", self._gathering.place)).prepare()
+                    lane_of(torch.device("cuda", self.gathering.place)).prepare()
                 except Exception as error:
-                    self._gather_no_more(error)
+                    self.gather_no_more(error)
         elif plan.counts:
             prepare(*_dtypes(parameters))
         return (self._devices.kernels if on_device else backend()) if plan.counts else None
@@ -115,51 +115,45 @@ class Taking:
         if gates is None:
             _log.info("tensors on the GPU are taken one by one: %s", native.why_not())
             return
-        self._gathering = Gathering(
+        self.gathering = Gathering(
             gates, place, take_all=self._take_all, alone=self._alone, keep=self._keep, doubtful=self._doubtful
         )
 
     def gate(self, hook: Any, local: Any) -> Any | None:
         """Return what stands in a hook's place, and lets the usual calls pass, where there is such a thing."""
-        if self._gathering is None:
+        if self.gathering is None:
             return None
-        return self._gathering.gates.Gate(self._gathering.basket, hook.kind, hook, hook.module, hook.name, local)
-
-    def begin(self, step: Any) -> None:
-        """Begin a step; None is one in which no tensor may wait for its end."""
-        if self._gathering is not None:
-            try:
-                self._gathering.begin(step)
-            except Exception as error:
-                self._gather_no_more(error)
+        return self.gathering.gates.Gate(self.gathering.basket, hook.kind, hook, hook.module, hook.name, local)
 
     def end(self) -> None:
         """End a step: what was held back is taken, and what is waited for from now on leaves at once."""
-        if self._gathering is not None:
+        if self.gathering is not None:
             try:
-                self._gathering.end()
+                self.gathering.end()
             except Exception as error:
-                self._gather_no_more(error)
+                self.gather_no_more(error)
         try:
-            self._devices.fetch()
+            if self._devices.desks:
+                self._devices.fetch()
+            rest()
         except Exception as error:  # whoever waits for the values is told
             _log.warning("after a step: %s: %s", type(error).__name__, error)
 
     def shut(self) -> None:
         """Have no tensor wait in the rest of this step."""
-        if self._gathering is not None:
-            self._gathering.basket.bar()
+        if self.gathering is not None:
+            self.gathering.basket.bar()
 
     def flush(self) -> None:
         """Take what this thread has held back until now."""
-        if self._gathering is not None and self._gathering.is_mine:
+        if self.gathering is not None and self.gathering.is_mine:
             with undisturbed():
-                self._gathering.flush()
+                self.gathering.flush()
 
     def close(self) -> None:
         """Take what any thread has held back, and give the memory on devices back."""
-        if self._gathering is not None:
-            self._gathering.close()
+        if self.gathering is not None:
+            self.gathering.close()
         self._devices.close()
 
     def look(self, looks: dict[int, Look], tensor: torch.Tensor, wish: Wish) -> Look:
@@ -207,13 +201,13 @@ class Taking:
         None of any other, for `look`. No tensor operation runs here, so that nobody's modes notice.
         """
         got = self._at_once(taken, only, tensor)
-        if self._gathering is not None:
-            self._gathering.doubt(request, only, tensor, got)
+        if self.gathering is not None:
+            self.gathering.doubt(request, only, tensor, got)
         return got
 
     def hold(self, request: Request, tensor: torch.Tensor, moment: Moment) -> bool:
         """Have a tensor wait for the end of its step, if it may; it is kept then."""
-        return self._gathering is not None and self._gathering.hold(request, tensor, moment) is not None
+        return self.gathering is not None and self.gathering.hold(request, tensor, moment) is not None
 
     def _at_once(self, taken: dict[int, Taken], only: Only, tensor: torch.Tensor) -> Any:
         known = taken.get(id(tensor))
@@ -228,25 +222,25 @@ class Taking:
 
     def _take_all(self, only: Only, dtype: torch.dtype, held: list[Held]) -> None:
         """Take one thing of each tensor, in one launch on the current stream; none where that cannot be done."""
-        assert self._gathering is not None
+        assert self.gathering is not None
         try:
-            gates = self._gathering.gates
+            gates = self.gathering.gates
             if only == "tensor":
-                lane = lane_of(torch.device("cuda", self._gathering.place))
+                lane = lane_of(torch.device("cuda", self.gathering.place))
                 ferry = partial(lane.ferry, width=dtype.itemsize, room=self._arena.room, gates=gates)
                 ferry(held)
                 way = gates.Way(only, dtype, None, None, ferry, None, 0, 0, 0)
             else:
                 way = self._devices.start_all(only, dtype, held, gates)
             if way is not None:
-                self._gathering.basket.aim(way)
+                self.gathering.basket.aim(way)
         except Exception as error:
-            self._gather_no_more(error)
+            self.gather_no_more(error)
 
-    def _gather_no_more(self, error: Exception) -> None:
+    def gather_no_more(self, error: Exception) -> None:
         """Have everything taken as it appears from now on."""
-        assert self._gathering is not None
-        self._gathering.give_up()
+        assert self.gathering is not None
+        self.gathering.give_up()
         if not self._gave_up:
             self._gave_up = True
             _log.warning(

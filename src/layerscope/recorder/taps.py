@@ -126,12 +126,16 @@ class Plan:
     _requests: dict[tuple[bool, ...], dict[int, Request]] = field(default_factory=dict)
     _askers: dict[tuple[str, Side, bool], list[tuple[Leaf, int]]] = field(default_factory=dict)
     _wishes: list[Wish] = field(default_factory=list)  # of each tap
-    _always: tuple[bool, ...] | None = None  # what is due where no tap has a schedule
+    _schedules: list[Schedule | None] = field(default_factory=list)  # one for all taps, or one of each
+    _all: tuple[bool, ...] = ()  # what is due where all taps are,
+    _none: tuple[bool, ...] = ()  # and where none is
 
     def __post_init__(self) -> None:
         self._wishes = [self._of(tap) for tap in self.taps]
-        if self.when is None and all(tap.when is None for tap in self.taps):
-            self._always = (True,) * len(self.taps)
+        self._schedules = [self.when if tap.when is None else tap.schedule for tap in self.taps]
+        if all(tap.when is None for tap in self.taps):
+            self._schedules = [self.when]
+        self._all, self._none = (True,) * len(self.taps), (False,) * len(self.taps)
         self._resolve()
 
     def _resolve(self) -> None:
@@ -170,11 +174,11 @@ class Plan:
         }
 
     def due(self, moment: Moment) -> tuple[bool, ...]:
-        """Tell for each tap whether its schedule says yes."""
-        if self._always is not None:
-            return self._always
-        schedules = (self.when if tap.when is None else tap.schedule for tap in self.taps)
-        return tuple(schedule is None or bool(schedule(moment)) for schedule in schedules)
+        """Tell for each tap whether its schedule says yes; the same object again where they say the same."""
+        schedules = self._schedules
+        if len(schedules) == 1:
+            return self._all if schedules[0] is None or schedules[0](moment) else self._none
+        return tuple([schedule is None or bool(schedule(moment)) for schedule in schedules])
 
     def op_named(self, qualified: str) -> str | None:
         """Return the name under which an operation that ran is recorded, None when no tap wants it."""

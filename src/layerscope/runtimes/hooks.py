@@ -237,7 +237,7 @@ class Before(Hook):
                 number = next(step.calls[self.name])
                 calls.append((self.name, step, number, frame, None))
             else:
-                call = watcher.entered(self, frame, args, kwargs, outer=calls[-1] if inside else None)
+                call = watcher.entered(self, frame, args, kwargs, calls=calls, outer=calls[-1] if inside else None)
                 if call is None:
                     return
                 _, step, number, _, special = call

@@ -94,19 +94,20 @@ class Watcher:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
+        calls: Calls,  # of this thread
         outer: Call | None,  # where that is known
     ) -> Call | None:
         """Begin a call of whatever kind: outermost, inside another, repeated; None when nothing is to be seen of it."""
         if is_compiling() or _tracing_state() is not None:
             return None
-        name, calls, follow = hook.name, self.local.calls, hook.graded and torch.is_grad_enabled()
+        name, follow = hook.name, hook.graded and torch.is_grad_enabled()
         if _graph_task() >= 0:
             origin = self.regions.repeats(name) if hook.graded else None
             step, number = origin or (_NOWHERE, 0)
             repeat = hook.special(args, kwargs, repeated=True, follow=follow and origin is not None)
             calls.append((name, step, number, frame, repeat))
             return calls[-1]
-        if outer is None:
+        if outer is None and calls:
             outer = self.local.innermost()
             if outer is not None:
                 hook.is_away(frames_to(outer[3], frame))
@@ -115,29 +116,29 @@ class Watcher:
             if step.idle:
                 self.is_inside(name)
                 return None
-        elif self._may_begin(name):
-            step = self.sink.begin()
         else:
-            return None
-        number = step.call(name)
+            pair = self._pairs.get(name)
+            is_known = pair is not None and pair.entry and not pair.inside  # to begin forwards, and do nothing else
+            if not (is_known or self._may_begin(pair)):
+                return None
+            step = self.sink.begin()
+        number = next(step.calls[name])
         special: Special | None = None
         if follow and not step.idle:
             special = hook.special(args, kwargs, repeated=False, follow=True)
         elif hook.graded and not step.idle:
             self.regions.may_repeat(name, step, number)
         calls.append((name, step, number, frame, special))
-        if outer is None:
+        if outer is None and (step.idle or self.idle or self._off):
             self._begun(step)
         return calls[-1]
 
-    def _may_begin(self, name: str) -> bool:
+    def _may_begin(self, pair: Pair | None) -> bool:
         """Tell whether a call with none around it begins a forward: one that began unseen stays unseen to its end."""
-        pairs = self._pairs
-        pair = pairs.get(name)
         if pair is None:
             return False  # the watch has just ended
         if pair.inside:
-            watched = {id(other.module) for other in pairs.values()}
+            watched = {id(other.module) for other in self._pairs.values()}
             around = islice(modules_running(), 1, None)  # the first is the call itself
             if any(id(module) in watched for module in around):
                 return False
@@ -192,7 +193,7 @@ class Watcher:
                 self.sink.recomputed(hook.name)
             return
         outer = self.local.innermost()
-        if outer is None and not self._may_begin(hook.name):
+        if outer is None and not self._may_begin(self._pairs.get(hook.name)):
             return
         runs = [run for run in runs_of(hook.module) if outer is None or run is not outer[3]]
         if outer is None:

@@ -53,7 +53,7 @@ def gated(monkeypatch):
 
     def prepare(self, parameters, plan, *, gathers):
         self.quick = self._shares = True
-        self._gathering = Gathering(
+        self.gathering = Gathering(
             native.load(), HERE, take_all=take_all, alone=self._alone, keep=self._keep, doubtful=self._doubtful
         )
 

@@ -63,37 +63,52 @@ def test_nothing_is_quick_or_gathered_without_a_gpu():
     with ls.record(model, ".", keep="summary") as rec:
         model(torch.ones(1, 2))
         assert not rec._taking.quick
-        assert rec._taking._gathering is None
+        assert rec._taking.gathering is None
 
 
 class Broken:
-    """A gathering that fails whatever is asked of it."""
+    """A gathering that fails at one thing."""
 
-    place, given_up = 0, 0
+    place, given_up, is_mine = 0, 0, False
+
+    def __init__(self, verb=""):
+        self.verb, self.heard = verb, []
+
+    def hear(self, verb):
+        self.heard.append(verb)
+        if verb == self.verb:
+            raise RuntimeError("CUDA error 2")
+
+    def begin(self, step):
+        self.hear("begin")
+
+    def end(self):
+        self.hear("end")
 
     def give_up(self):
         self.given_up += 1
 
-    def begin(self, *step):
-        raise RuntimeError("CUDA error 2")
-
-    end = begin
+    def close(self):
+        pass
 
 
 @pytest.mark.parametrize("verb", ["begin", "end"])
-def test_a_gathering_that_fails_is_given_up_and_said(verb, caplog):
-    hand = taking()
-    hand._gathering = Broken()
-    with caplog.at_level(logging.WARNING, "layerscope"):
-        getattr(hand, verb)(*[None][: verb == "begin"])
-    assert hand._gathering.given_up == 1
-    assert "are taken one by one: RuntimeError: CUDA error 2" in caplog.text
+def test_a_gathering_that_fails_is_given_up_and_said_once_and_the_step_goes_on(verb, caplog):
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with caplog.at_level(logging.WARNING, "layerscope"), ls.record(model, ".") as rec:
+        rec._taking.gathering = broken = Broken(verb)
+        model(x)
+        model(x)
+    assert broken.heard == ["begin", "end"] * 2
+    assert broken.given_up == 2
+    assert caplog.text.count("are taken one by one: RuntimeError: CUDA error 2") == 1
+    assert len(rec.run.moments) == 2
 
 
 @pytest.mark.parametrize("only", ["full", "tensor"])
 def test_what_cannot_be_taken_together_is_taken_alone_and_says_why_it_cannot(only, caplog):
     hand = taking()
-    hand._gathering = Broken()
+    hand.gathering = Broken()
     hand._take_all(only, torch.float32, [object()])  # for there is neither a lane nor a tensor
     assert "are taken one by one" in caplog.text
     good, bad = (hand._alone(only, tensor) for tensor in (torch.arange(3.0), torch.ones(2).to_sparse()))

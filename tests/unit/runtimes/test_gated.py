@@ -95,7 +95,7 @@ def take_all(only, dtype, held):
 def prepare(self, parameters, plan, *, gathers):
     """Stand in for `Taking.prepare`, on the device that is played."""
     self.quick = self._shares = True
-    self._gathering = Gathering(
+    self.gathering = Gathering(
         native.load(), HERE, take_all=take_all, alone=self._alone, keep=self._keep, doubtful=self._doubtful
     )
 
