@@ -354,7 +354,7 @@ def test_a_device_without_room_drops_counts_and_says_so(monkeypatch, caplog):
 def batches(monkeypatch):
     """How many tensors were taken together, each time."""
     seen = []
-    bring, starting_all = lanes.Lane._bring, Slots.starting_all
+    together, starting_all = lanes.Lane._fly_together, Slots.starting_all
 
     def counted(slots, dtype):
         start = starting_all(slots, dtype)
@@ -363,7 +363,7 @@ def batches(monkeypatch):
         )
 
     monkeypatch.setattr(
-        lanes.Lane, "_bring", lambda s, held, *a, **k: (seen.append(len(held)), bring(s, held, *a, **k))
+        lanes.Lane, "_fly_together", lambda s, held, *rest: (seen.append(len(held)), together(s, held, *rest))
     )
     monkeypatch.setattr(Slots, "starting_all", counted)
     return seen
@@ -415,6 +415,41 @@ def test_a_change_in_place_reaches_nothing_whether_torch_counts_it_or_not(keep, 
             assert_same_bits(rec.run.tensor(name, step=step), tensor.cpu())
         else:
             assert_like_the_cpu(rec.run.summary(name, step=step), tensor.cpu())
+
+
+def test_tensors_that_are_put_together_on_the_device_stay_theirs_while_the_next_step_writes_over_them(batches):
+    sizes = (1000, 40_000, 300_001, 1_000_000)  # of 2 bytes: one goes straight to the host, ten fill a berth
+    steps = torch.arange(60, device="cuda")
+
+    def forward(m, x):
+        for part in m.parts.values():
+            part(x)
+        return x
+
+    parts = nn.ModuleDict(
+        {
+            f"{size}_{n}": zoo.Holder(
+                lambda m, x, size=size, n=n: torch.full((size,), float(n), device="cuda").add_(x).half()
+            )
+            for size in sizes
+            for n in range(8)
+        }
+    )
+    model = zoo.Holder(forward, parts=parts, last=nn.Linear(2, 2).cuda())
+    busy = torch.randn(4096, 4096, device="cuda")
+    with torch.no_grad(), ls.record(model, "parts.*") as rec:
+        for step in range(60):
+            busy @ busy  # so that copies are behind the model
+            model(steps[step])
+            if step < 3:
+                torch.cuda.synchronize()  # a trial is judged once its copies are there
+    assert not rec.completeness.dropped
+    assert max(batches) == 8
+    for step in range(60):
+        for name in parts:
+            size, n = map(int, name.split("_"))
+            kept = rec.run.tensor(f"parts.{name}", step=step)
+            assert_same_bits(kept, torch.full((size,), float(n + step)).half())
 
 
 ODD = {

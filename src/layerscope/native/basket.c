@@ -96,11 +96,11 @@ static PyObject *emptied(Basket *basket)
     basket->held = empty;
     basket->bytes = 0;
     basket->now = 0;
-    for (int i = 0; i < RECENT; i++) {
+    for (int i = 0; i < RECENT && basket->step != NULL; i++) {
         if (recent[i] == NULL || recent[i]->tensor == NULL) continue;
         PyObject *weak = PyWeakref_NewRef(recent[i]->tensor, NULL);
         if (weak == NULL) PyErr_Clear();
-        if (weak == NULL || basket->step == NULL) {
+        if (weak == NULL || basket->step == NULL) { /* to make it may have run the collector */
             Py_XDECREF(weak);
             continue;
         }

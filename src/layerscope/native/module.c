@@ -92,9 +92,10 @@ static PyMethodDef functions[] = {
     {"sorted", sorted, METH_VARARGS,
      "Sort what waits: by (kind, dtype) where it lies plainly on a device, odd, changed."},
     {"room_for", room_for, METH_VARARGS,
-     "Return the bytes that copies of these take, with the entries of `ferried`, and those of the largest."},
-    {"ferried", ferried, METH_VARARGS, "Write where these lie and go to, for one kernel; return the largest's bytes."},
-    {"copied", copied, METH_VARARGS, "Have the driver copy each of these, as `ferried` would lay them, on a stream."},
+     "Return the bytes that the entries of these take for `ferried`, those of their copies, and of the largest one."},
+    {"ferried", ferried, METH_VARARGS,
+     "Write where these lie and go to, for one kernel; return the largest's bytes. Their places are counted from the "
+     "entries on, as if the copies came behind them."},
     {"release", release, METH_O, "Let go of the tensors."},
     {NULL}};
 

@@ -359,68 +359,38 @@ static long long aligned(long long size) { return (size + 63) & -64; }
 static PyObject *room_for(PyObject *module, PyObject *args)
 {
     PyObject *held;
-    long long width, size, largest = 0;
+    long long width, size = 0, largest = 0;
     if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &held, &width) || !is_range(held, 0, PyList_GET_SIZE(held)))
         return NULL;
-    size = aligned(24 * PyList_GET_SIZE(held));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(held); i++) {
         long long mine = width * ((Held *)PyList_GET_ITEM(held, i))->lying.items;
         size += aligned(mine);
         if (mine > largest) largest = mine;
     }
-    return Py_BuildValue("LL", size, largest);
+    return Py_BuildValue("LLL", aligned(24 * PyList_GET_SIZE(held)), size, largest);
 }
 
 static PyObject *ferried(PyObject *module, PyObject *args)
 {
     PyObject *held, *got;
-    unsigned long long address;
+    unsigned long long address, target;
     long long width, largest = 1;
-    if (!PyArg_ParseTuple(args, "O!LKO", &PyList_Type, &held, &width, &address, &got)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!LKKO", &PyList_Type, &held, &width, &address, &target, &got)) return NULL;
     if ((held = range_of(held, 0, PyList_GET_SIZE(held))) == NULL) return NULL;
-    long long *entry = (long long *)(uintptr_t)address, place = aligned(24 * PyList_GET_SIZE(held));
+    long long *entry = (long long *)(uintptr_t)address, entries = aligned(24 * PyList_GET_SIZE(held)), place = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(held); i++, entry += 3) {
         Held *one = (Held *)PyList_GET_ITEM(held, i);
         long long size = width * one->lying.items;
         entry[0] = (long long)one->lying.address;
-        entry[1] = (long long)address + place;
+        entry[1] = (long long)target + place;
         entry[2] = size;
         if (size > largest) largest = size;
-        one->place = place;
+        one->place = entries + place;
         place += aligned(size);
         Py_XSETREF(one->got, Py_NewRef(got));
     }
     Py_DECREF(held);
     return PyLong_FromLongLong(largest);
-}
-
-typedef int (*Copy)(void *to, unsigned long long from, size_t size, void *stream);
-
-static PyObject *copied(PyObject *module, PyObject *args)
-{
-    PyObject *held, *got;
-    unsigned long long copy, address, stream;
-    long long width, place;
-    if (!PyArg_ParseTuple(args, "O!LKOKK", &PyList_Type, &held, &width, &address, &got, &copy, &stream)) return NULL;
-    if ((held = range_of(held, 0, PyList_GET_SIZE(held))) == NULL) return NULL;
-    place = aligned(24 * PyList_GET_SIZE(held));
-    int code = 0;
-    for (Py_ssize_t i = 0; !code && i < PyList_GET_SIZE(held); i++) {
-        Held *one = (Held *)PyList_GET_ITEM(held, i);
-        size_t size = (size_t)(width * one->lying.items);
-        code = ((Copy)(uintptr_t)copy)((void *)(uintptr_t)(address + place), one->lying.address, size,
-                                       (void *)(uintptr_t)stream);
-        if (code) {
-            PyErr_Format(PyExc_RuntimeError, "the driver refused a copy of %zu bytes: CUDA error %d", size, code);
-            break;
-        }
-        one->place = place;
-        place += aligned((long long)size);
-        Py_XSETREF(one->got, Py_NewRef(got));
-    }
-    Py_DECREF(held);
-    if (code) return NULL;
-    Py_RETURN_NONE;
 }
 
 static PyObject *release(PyObject *module, PyObject *held)

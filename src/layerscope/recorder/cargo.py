@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from layerscope.recorder.pinned import Room
 if TYPE_CHECKING:
     from layerscope.recorder.lanes import Lane
 
-__all__ = ["Arrival", "Bytes", "Cargo", "Carried", "Event", "Flight", "Landed", "Lost", "Trip", "as_tensor", "flat"]
+__all__ = ["Arrival", "Bytes", "Cargo", "Carried", "Event", "Flight", "Lost", "Trip", "as_tensor", "flat"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -39,10 +39,10 @@ class Arrival:
 
     __slots__ = ("cargo", "clone", "dtype", "host", "landing", "room", "shape")
 
-    def __init__(self, dtype: torch.dtype, shape: torch.Size, room: Callable[[int], Bytes]) -> None:
+    def __init__(self, dtype: torch.dtype, shape: torch.Size, room: Callable[[int], Bytes] | None = None) -> None:
         self.dtype = dtype
         self.shape = shape
-        self.room = room
+        self.room = room  # for what the lane's thread brings
         self.host: torch.Tensor | None = None
         self.clone: torch.Tensor | None = None
         self.landing: Room | None = None
@@ -196,6 +196,7 @@ class Trip(Carried):
         pairs = []
         for arrival in arrivals:
             assert arrival.clone is not None
+            assert arrival.room is not None
             octets = arrival.room(arrival.clone.nbytes)
             arrival.host = as_tensor(octets, arrival.dtype, arrival.shape)
             pairs.append((arrival.clone, octets))
@@ -206,18 +207,30 @@ class Trip(Carried):
 class Flight(Cargo):
     """Copies under way to page-locked memory; it holds on to that memory until they have landed.
 
-    One is made in every step: what most of them never need is not made for each.
+    One is made in every step: what most of them never need is not made for each. Where several tensors were given room
+    together, `landing` is where, and a copy is a part of that.
     """
 
     beside = False  # whether something flies on the side stream
     _filled: tuple[Bytes, ...] = ()  # the chunks before this one
     _landed: tuple[Any, ...] = ()  # the events that mark the end of the copies, once it has departed
 
-    def __init__(self, lane: Lane, origin: torch.cuda.Stream, raw: int, chunk: Bytes) -> None:
+    def __init__(
+        self, lane: Lane, origin: torch.cuda.Stream, raw: int, chunk: Bytes, landing: Room | None = None
+    ) -> None:
         self.lane = lane
         self.origin = origin
         self.raw = raw
         self.chunk: Bytes | None = chunk  # that was flown to last
+        self.landing = landing
+
+    def part(self, place: int, dtype: torch.dtype, shape: torch.Size) -> Arrival:
+        """Return the copy that begins at a place of the landing."""
+        assert self.landing is not None
+        chunk, at, address = self.landing
+        arrival = Arrival(dtype, shape)
+        arrival.landing, arrival.cargo = (chunk, at + place, address + place), self
+        return arrival
 
     def hold(self, chunk: Bytes) -> None:
         """Keep another chunk from being used again before the copies have landed."""
@@ -229,18 +242,16 @@ class Flight(Cargo):
         """Leave with what is aboard."""
         self.lane.leave(self)
 
-    def depart(self, side: torch.cuda.Stream) -> None:
+    def depart(self, *streams: torch.cuda.Stream) -> None:
         """Mark in the streams where the last of the copies ends, with events that nobody looks at any more."""
         self.over = True
         spare = self.lane.spare
-        landed = spare.pop() if spare else Event()
-        landed.record(self.origin)
-        if self.beside:
-            other = spare.pop() if spare else Event()
-            other.record(side)
-            self._landed = landed, other
-        else:
-            self._landed = (landed,)
+        marks: tuple[Any, ...] = ()
+        for stream in streams:
+            landed = spare.pop() if spare else Event()
+            landed.record(stream)
+            marks += (landed,)
+        self._landed = marks
 
     @property
     def has_arrived(self) -> bool:
@@ -272,25 +283,6 @@ class Flight(Cargo):
 
     def _pause(self, seconds: float) -> None:
         time.sleep(seconds)
-
-
-class Landed(NamedTuple):
-    """Where the copies of several tensors are, or will be."""
-
-    landing: Room
-    flight: Flight
-    room: Callable[[int], Bytes]
-
-    def leave(self) -> None:
-        """Have them leave, though nobody waits for them."""
-        self.flight.leave()
-
-    def part(self, place: int, dtype: torch.dtype, shape: torch.Size) -> Arrival:
-        """Return the copy that begins at a place."""
-        chunk, at, address = self.landing
-        arrival = Arrival(dtype, shape, self.room)
-        arrival.landing, arrival.cargo = (chunk, at + place, address + place), self.flight
-        return arrival
 
 
 def as_tensor(octets: Bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

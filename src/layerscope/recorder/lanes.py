@@ -18,16 +18,19 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache, partial
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from layerscope.errors import Unsupported
-from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Landed, Lost, Trip, as_tensor, flat
+from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Lost, Trip, as_tensor, flat
 from layerscope.recorder.pinned import Pinned, Room
-from layerscope.stats.driver import Launch, allow_captures, copy_address, copying, following, marking, why_no_driver
+from layerscope.stats.driver import Launch, allow_captures, copying, following, marking, why_no_driver
 from layerscope.stats.launching import why_not
+
+if TYPE_CHECKING:
+    from layerscope.recorder.berths import Berth, Berths
 
 __all__ = [
     "Lane", "arriving", "capturing", "current_stream", "flying", "is_alone", "is_capturing", "is_current", "lane_of",
@@ -40,7 +43,6 @@ _STAGE = 16 << 20
 _MOST = 2 << 30  # bytes of clones a device holds at most, if a quarter of its free memory is not less
 _TOGETHER = 256 << 20  # bytes of clones that leave before anybody has asked for one, if a quarter of that is not less
 _TINY = 64 << 10  # bytes that a kernel brings as fast as the copy engine, together with others
-_SHARE = 16 << 20  # bytes that are given room together
 _SMALL = 2 << 20  # bytes that the model's own stream copies: 40 us at most, and the copy needs no clone
 _BOUND = 10.0  # seconds that a hook waits for room on the device, at most
 _FEW = 16  # flights that nobody asks whether they have landed, while no memory is short
@@ -123,8 +125,9 @@ def capturing() -> Unsupported:
 
 def rest() -> None:
     """Hear that a step has ended: what is waited for need not wait for company."""
-    for lane in list(_lanes.values()):
-        lane.rest()
+    for lane in [*_lanes.values()]:
+        if lane.flight is not None or lane.trip is not None:
+            lane.rest()
 
 
 class Lane:
@@ -135,8 +138,8 @@ class Lane:
         self._device = device
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._trip: Trip | None = None
-        self._flight: Flight | None = None
+        self.trip: Trip | None = None
+        self.flight: Flight | None = None
         self._flying: deque[Flight] = deque()  # in the order in which they departed
         self.spare: list[Any] = []  # events of flights that are over
         self._held = 0
@@ -212,48 +215,72 @@ class Lane:
                 "no more page-locked memory for copies from %s, which are slower without: %s", self._device, said
             )
 
-    def ferry(self, held: list[Any], width: int, room: Callable[[int], Bytes], gates: Any) -> None:
-        """Bring tensors with items of one width to the host on the current stream, and tell each where it will be.
+    def ferry(self, held: list[Any], width: int, gates: Any, berths: Berths) -> None:
+        """Bring tensors with items of one width to the host, and tell each where it will be.
 
-        They lie plainly on this device. Small ones go in one launch, others by the copy engine. Nothing is done where
-        no page-locked memory is free.
+        They lie plainly on this device. A kernel on the current stream writes small ones to the host, others to berths,
+        from where they are copied while the model goes on. Nothing is done where no page-locked memory is free.
         """
-        size, largest = gates.room_for(held, width)
-        if largest <= self._tiny:
-            self._bring(held, size, width, room, gates, by_kernel=True)
+        room = gates.room_for(held, width)
+        if room[2] <= self._tiny:
+            self._fly_together(held, width, room, gates, None)
             return
         small = [one for one in held if one.items * width <= self._tiny]
         if small:
-            self._bring(small, gates.room_for(small, width)[0], width, room, gates, by_kernel=True)
-        large = [one for one in held if one.got is None]
-        while large:  # not more at a time than leaves a chunk of page-locked memory full in the end
-            some = max(1, _SHARE // largest)
-            self._bring(large[:some], gates.room_for(large[:some], width)[0], width, room, gates, by_kernel=False)
-            large = large[some:]
+            self._fly_together(small, width, gates.room_for(small, width), gates, None)
+        large = [one for one in held if one.items * width > self._tiny]
+        some = max(1, berths.share // room[2])
+        for number, at in enumerate(range(0, len(large), some)):
+            share = large[at : at + some]
+            room = gates.room_for(share, width)
+            berth = berths.at(number, room[1], current_stream(self.place), self._side)
+            self._fly_together(share, width, room, gates, berth)
 
-    def _bring(
-        self, held: list[Any], size: int, width: int, room: Callable[[int], Bytes], gates: Any, *, by_kernel: bool
+    def _fly_together(
+        self, held: list[Any], width: int, room: tuple[int, int, int], gates: Any, berth: Berth | None
     ) -> None:
-        raw = current_stream(self.place)
+        """Have one launch see to all of these, and one flight; through a berth, or straight to the host."""
+        raw, (entries, size, _) = current_stream(self.place), room
         with self._lock:
-            there = None if self.pinned is None else self.pinned.room(size)
-            if there is None:
+            landing = None if self.pinned is None else self.pinned.room(entries + size)
+            if landing is None:
                 return
-            flight = self._boarding(there[0], raw)
-            flight.aboard += len(held)
-            flight.over = False
-            landed = Landed(there, flight, room)
-            if by_kernel:
-                try:
-                    launch, block = self._ferries.get(raw) or self._ferrying(raw)
-                    programs = -(-gates.ferried(held, width, there[2], landed) // block)
-                    launch(0, 0, there[2], programs, len(held) * programs)
-                except BaseException:  # they were told where their copies will be, and those are not under way
-                    for one in held:
-                        one.got = None
-                    raise
+            address, target = landing[2], landing[2] + entries
+            if berth is None:
+                flight = Flight(self, self._origins.get(raw) or self._origin(raw), raw, landing[0], landing)
             else:
-                gates.copied(held, width, there[2], landed, copy_address(), raw)
+                flight = Flight(self, self._side, self._side.cuda_stream, landing[0], landing)
+            try:
+                launch, block = self._ferries.get(raw) or self._ferrying(raw)
+                if berth is None:
+                    programs = -(-gates.ferried(held, width, address, target, flight) // block)
+                    launch(0, 0, address, programs, len(held) * programs)
+                else:
+                    self._follow(raw, berth.left.cuda_event)  # type: ignore[misc]  # there is a driver where memory is
+                    programs = -(-gates.ferried(held, width, address, berth.address, flight) // block)
+                    launch(0, 0, address, programs, len(held) * programs)
+                    self._fly_on(berth, raw, target, size)
+                flight.depart(flight.origin)
+            except BaseException:  # they were told where their copies will be, and those are not under way, or not all
+                for one in held:
+                    one.got = None
+                flight.depart(self._origins.get(raw) or self._origin(raw), self._side)
+                self._flying.append(flight)
+                raise
+            self._flying.append(flight)
+            if len(self._flying) > _FEW and not self._held:
+                self._retire_half()
+
+    def _fly_on(self, berth: Berth, raw: int, to: int, size: int) -> None:
+        """Copy what a stream has put into a berth to the host, on the side stream."""
+        assert self._mark is not None
+        assert self._follow is not None
+        assert self._copy is not None
+        side, ready = self._side.cuda_stream, berth.ready.cuda_event
+        self._mark(ready, raw)
+        self._follow(side, ready)
+        self._copy(to, berth.address, size, side)
+        self._mark(berth.left.cuda_event, side)
 
     def _ferrying(self, raw: int) -> tuple[Launch, int]:
         from layerscope.recorder.ferrying import BLOCK, ferrying
@@ -263,12 +290,12 @@ class Lane:
 
     def _boarding(self, chunk: Bytes, raw: int) -> Flight:
         """Return the flight that is being loaded for a stream, and have it hold on to the chunk."""
-        flight = self._flight
+        flight = self.flight
         if flight is None or flight.raw != raw:
             if flight is not None or self._held:
                 self._depart()
             origin = self._origins.get(raw) or self._origin(raw)
-            flight = self._flight = Flight(self, origin, raw, chunk)
+            flight = self.flight = Flight(self, origin, raw, chunk)
         elif flight.chunk is not chunk:
             flight.hold(chunk)
         return flight
@@ -317,10 +344,10 @@ class Lane:
 
     def _take_along(self, arrival: Arrival, tensor: torch.Tensor, size: int, raw: int) -> None:
         self._make_room(size)
-        trip = self._trip
+        trip = self.trip
         if trip is None or trip.origin.cuda_stream != raw:
             self._leave()
-            trip = self._trip = Trip(self, torch.cuda.current_stream(self._device))
+            trip = self.trip = Trip(self, torch.cuda.current_stream(self._device))
         arrival.clone = tensor.clone(memory_format=torch.contiguous_format)
         arrival.cargo = trip
         trip.arrivals.append(arrival)
@@ -334,29 +361,27 @@ class Lane:
     def leave(self, cargo: Cargo) -> None:
         """Send a cargo that is still being loaded."""
         with self._changed:
-            if cargo is self._trip:
+            if cargo is self.trip:
                 self._leave()
-            elif cargo is self._flight:
+            elif cargo is self.flight:
                 self._depart()
 
     def rest(self) -> None:
-        """Hear that the step has ended."""
-        if self._flight is None and self._trip is None:
-            return
+        """Hear that the step has ended, with something that is still being loaded."""
         if (current_stream(self.place) or not is_alone()) and is_capturing():
             return  # a capture does not bear the question whether a copy has landed; number 0 is never captured
         with self._lock:
-            if self._trip is not None:
-                self._trip.over = True
-            if self._flight is not None:
+            if self.trip is not None:
+                self.trip.over = True
+            if self.flight is not None:
                 self._depart()
 
     def _depart(self) -> None:
         """Let a flight go, and forget those that have landed; not each time where all they hold is host memory."""
-        flight, self._flight = self._flight, None
+        flight, self.flight = self.flight, None
         if flight is not None:
             try:
-                flight.depart(self._side)
+                flight.depart(flight.origin, *((self._side,) if flight.beside else ()))
             except BaseException as error:
                 flight.finish(error)
                 raise
@@ -393,7 +418,7 @@ class Lane:
         self.spare += flight.give_back()
 
     def _leave(self) -> None:
-        trip, self._trip = self._trip, None
+        trip, self.trip = self.trip, None
         if trip is not None:
             try:
                 self.send(trip)

@@ -20,6 +20,7 @@ import torch
 from layerscope import native
 from layerscope.errors import Unsupported
 from layerscope.points import Moment, Point
+from layerscope.recorder.berths import Berths
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.gathering import Gathering, Held
@@ -77,6 +78,7 @@ class Taking:
         self._arena = Arena()
         self._pool = Pool(budget)
         self._devices = Statistics()
+        self._berths: Berths | None = None
         self._gave_up = False  # and said so
         self._doubtful = doubtful  # is told of points whose records may show later values
         self._shares = True  # whether two points are likely to see the same tensor
@@ -155,6 +157,7 @@ class Taking:
         if self.gathering is not None:
             self.gathering.close()
         self._devices.close()
+        self._berths = None
 
     def look(self, looks: dict[int, Look], tensor: torch.Tensor, wish: Wish) -> Look:
         """Take what is wanted of a tensor, and is not among the looks that the step has had at it."""
@@ -226,8 +229,9 @@ class Taking:
         try:
             gates = self.gathering.gates
             if only == "tensor":
-                lane = lane_of(torch.device("cuda", self.gathering.place))
-                ferry = partial(lane.ferry, width=dtype.itemsize, room=self._arena.room, gates=gates)
+                device = torch.device("cuda", self.gathering.place)
+                lane, self._berths = lane_of(device), self._berths or Berths(device)
+                ferry = partial(lane.ferry, width=dtype.itemsize, gates=gates, berths=self._berths)
                 ferry(held)
                 way = gates.Way(only, dtype, None, None, ferry, None, 0, 0, 0)
             else:

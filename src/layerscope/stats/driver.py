@@ -22,7 +22,7 @@ from typing import Any
 
 from layerscope import native
 
-__all__ = ["Launch", "allow_captures", "copy_address", "copying", "following", "launcher", "marking", "why_no_driver"]
+__all__ = ["Launch", "allow_captures", "copying", "following", "launcher", "marking", "why_no_driver"]
 
 Launch = Callable[..., None]  # takes the kernel's arguments, a pointer as an address, and how many programs run it
 
@@ -132,11 +132,6 @@ def _asking(call: Any, device: int, what: str, *always: int) -> Callable[..., No
             _insist(code, device, what.format(*numbers), call, *numbers, *always)
 
     return ask
-
-
-def copy_address() -> int:
-    """Return where the driver's copy from a device to page-locked memory is: to, from, bytes, stream."""
-    return _address(_driver().cuMemcpyDtoHAsync_v2)
 
 
 def _address(call: Any) -> int:

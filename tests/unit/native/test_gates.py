@@ -679,49 +679,22 @@ def test_what_is_only_made_is_sorted_and_entered_alike():
     assert (held[0].got, held[1].got, held[1].place) == (None, desk.page, 3)
 
 
-def test_copies_are_laid_one_after_the_other_after_their_entries():
+@pytest.mark.parametrize("target", [1 << 20, 1 << 40])
+def test_copies_are_laid_one_after_the_other_wherever_and_found_after_their_entries(target):
     bench = Bench()
     tensors = [bits(4), bits(100)]
     held = made(bench, *tensors)
     gates.sorted(held, HERE)
 
-    size, largest = gates.room_for(held, 4)
-    memory = ctypes.create_string_buffer(size)
-    address, landed = ctypes.addressof(memory), object()
+    entries, size, largest = gates.room_for(held, 4)
+    memory = ctypes.create_string_buffer(entries + size)
+    address, flight = ctypes.addressof(memory), object()
 
-    assert (size, largest) == (64 + 64 + 448, 400)  # all in units of 64
-    assert gates.ferried(held, 4, address, landed) == 400
-    entries = [ENTRY.unpack_from(memory, 24 * at) for at in range(2)]
-    assert entries == [
-        (tensors[0].data_ptr(), address + 64, 16),
-        (tensors[1].data_ptr(), address + 128, 400),
-    ]
-    assert [(one.got, one.place) for one in held] == [(landed, 64), (landed, 128)]
-
-
-def test_the_driver_copies_each_and_is_believed_when_it_refuses():
-    bench, asked = Bench(), []
-    tensors = [bits(4), bits(100), bits(3)]
-    held = made(bench, *tensors)
-    gates.sorted(held, HERE)
-    memory = ctypes.create_string_buffer(gates.room_for(held, 4)[0])
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint64)
-    def copy(to, place, size, stream):
-        asked.append((size, stream))
-        if len(asked) == 3:
-            return 700
-        ctypes.memmove(to, place, size)
-        return 0
-
-    with pytest.raises(RuntimeError, match="refused a copy of 12 bytes: CUDA error 700"):
-        gates.copied(held, 4, ctypes.addressof(memory), "landed", ctypes.cast(copy, ctypes.c_void_p).value, 5)
-
-    assert asked == [(16, 5), (400, 5), (12, 5)]
-    assert [one.got for one in held] == ["landed", "landed", None]
-    for one, tensor in zip(held[:2], tensors, strict=False):
-        there = (ctypes.c_float * tensor.numel()).from_buffer(memory, one.place)
-        assert list(there) == tensor.tolist()
+    assert (entries, size, largest) == (64, 64 + 448, 400)  # all in units of 64
+    assert gates.ferried(held, 4, address, target, flight) == 400
+    found = [ENTRY.unpack_from(memory, 24 * at) for at in range(2)]
+    assert found == [(tensors[0].data_ptr(), target, 16), (tensors[1].data_ptr(), target + 64, 400)]
+    assert [(one.got, one.place) for one in held] == [(flight, 64), (flight, 128)]
 
 
 # Gates ----------------------------------------------------------------------------------------------------------------

@@ -67,10 +67,9 @@ def test_a_flight_holds_on_to_every_chunk_until_it_has_landed():
     assert all(chunk() is None for chunk in alive)
 
 
-def test_a_flight_beside_has_arrived_when_both_streams_have_come_so_far():
+def test_a_flight_on_two_streams_has_arrived_when_both_have_come_so_far():
     flight = flight_to(np.zeros(8, np.uint8))
-    flight.beside = True
-    flight.depart("side")
+    flight.depart("origin", "side")
     here, there = flight._landed
     assert (here.recorded, there.recorded) == (["origin"], ["side"])
     here.passed = True

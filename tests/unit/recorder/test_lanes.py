@@ -17,7 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from asserts import assert_same_bits
+from layerscope import native
 from layerscope.recorder import cargo, ferrying, lanes, pinned
+from layerscope.recorder.berths import Berths
 from layerscope.recorder.cargo import Arrival, Carried
 from layerscope.recorder.pinned import Pinned
 from layerscope.stats.device import Gathered, Sheet, numbers
@@ -29,8 +32,8 @@ LARGE = lanes._SMALL + 4
 class Stream:
     """Work is counted as it is queued; the test says how much of it is done."""
 
-    def __init__(self, device=None, *, number=0):
-        self.cuda_stream = number
+    def __init__(self, device=None, *, number=None):
+        self.cuda_stream = id(self) if number is None else number
         self.queued = self.done = 0
 
     def wait_event(self, event):
@@ -73,7 +76,7 @@ class Device:
         self.current, self.is_capturing = 0, False
         self.fails = False
         self.launched, self.asked = [], []
-        self.lane = None
+        self.lane, self.berths = None, Berths(torch.device("cpu"))
         kind = type("Event", (Event,), {})  # with a count of its own
         self.events = kind
         monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
@@ -91,7 +94,7 @@ class Device:
         for name, value in {
             "why_no_driver": lambda: "",
             "why_not": lambda: "",
-            "copying": lambda place: lambda *numbers: None,
+            "copying": lambda place: lambda *numbers: self.asked.append(("copy", numbers[2])),
             "marking": lambda place: lambda event, stream: self.asked.append(("mark", event)),
             "following": lambda place: lambda stream, event: self.asked.append(("follow", event)),
             "allow_captures": lambda: None,
@@ -103,6 +106,7 @@ class Device:
         }.items():
             monkeypatch.setattr(lanes, name, value)
         monkeypatch.setattr(cargo, "Event", kind)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         with monkeypatch.context() as patched:
             patched.setattr(lanes.threading, "Thread", lambda **told: SimpleNamespace(start=lambda: None))
             self.lane = lanes.Lane(torch.device("cuda", 0))
@@ -130,7 +134,7 @@ class Device:
     def ferry(self, *sizes):
         """Bring tensors together; return what each was told."""
         held = [SimpleNamespace(items=size, got=None) for size in sizes]
-        self.lane.ferry(held, 1, unwanted, GATES)
+        self.lane.ferry(held, 1, GATES, self.berths)
         return [one.got for one in held]
 
 
@@ -138,14 +142,15 @@ def unwanted(size):
     raise AssertionError("what flies needs no room of the caller's")
 
 
-def _ferried(held, width, address, landed):
+def _ferried(held, width, address, target, flight):
     for one in held:
-        one.got = landed
+        one.got = flight
     return max(one.items for one in held)
 
 
 GATES = SimpleNamespace(
-    room_for=lambda held, width: (sum(one.items for one in held), max(one.items for one in held)), ferried=_ferried
+    room_for=lambda held, width: (24 * len(held), sum(one.items for one in held), max(one.items for one in held)),
+    ferried=_ferried,
 )
 
 
@@ -200,7 +205,7 @@ def test_lanes_hear_that_a_step_has_ended_unless_a_graph_is_captured(capturing, 
     ready.is_capturing = capturing
     lanes.rest()
     assert arrival.cargo.over is not capturing
-    assert (ready.lane._flight is None) is not capturing
+    assert (ready.lane.flight is None) is not capturing
     assert ready.events.asked == 0
     assert ready.streams[1].queued == (not capturing)
 
@@ -210,16 +215,18 @@ def test_the_end_of_a_step_on_another_device_that_captures_is_not_heard(ready, m
     ready.fly()
     ready.is_capturing = True  # a stream of the device that is current, and not the lane's
     lanes.rest()
-    assert ready.lane._flight is not None
+    assert ready.lane.flight is not None
 
 
 class Told:
     """A flight that notes what it is asked."""
 
+    origin, beside = None, False
+
     def __init__(self):
         self.asked = []
 
-    def depart(self, side):
+    def depart(self, *streams):
         raise RuntimeError("no event could be made")
 
     def finish(self, error=None):
@@ -228,11 +235,11 @@ class Told:
 
 def test_a_flight_whose_end_cannot_be_marked_is_not_waited_for():
     lane, flight = lanes.Lane.__new__(lanes.Lane), Told()
-    lane._flight, lane._flying, lane._side = flight, deque(), None
+    lane.flight, lane._flying, lane._side = flight, deque(), None
     with pytest.raises(RuntimeError, match="no event could be made"):
         lane._depart()
     assert [str(error) for error in flight.asked] == ["no event could be made"]
-    assert (lane._flight, list(lane._flying)) == (None, [])
+    assert (lane.flight, list(lane._flying)) == (None, [])
 
 
 # Memory ------------------------------------------------------------------------------------------
@@ -394,7 +401,6 @@ def test_clones_beside_are_let_go_of_at_the_next_occasion(occasion, monkeypatch)
     lane = device.lane
     monkeypatch.setattr(pinned, "_CHUNK", 2 * LARGE)  # so that the next one needs no other chunk
     lane.prepare()
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     arrival = Arrival(torch.uint8, torch.Size([LARGE]), unwanted)
     lane.board(arrival, torch.zeros(LARGE, dtype=torch.uint8))
     lanes.rest()
@@ -409,6 +415,111 @@ def test_clones_beside_are_let_go_of_at_the_next_occasion(occasion, monkeypatch)
     else:
         device.fly(10)
     assert (lane._held, arrival.has_arrived, len(lane.spare)) == (0, True, 2)
+
+
+# Berths ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def berthed(ready):
+    """A device whose kernel takes up to 10 bytes to the host, and whose berths take 100."""
+    ready.lane._tiny, ready.berths.share = 10, 100
+    return ready
+
+
+def test_what_is_not_tiny_is_put_together_and_copied_beside(berthed):
+    flights = berthed.ferry(5, 40, 50, 7, 30)
+    assert [flights.index(one) for one in flights] == [
+        0,
+        1,
+        1,
+        0,
+        4,
+    ]  # shares of two, for the largest takes half of one
+    assert berthed.launched == [0, 0, 0]
+    one, other = berthed.berths._berths
+    for berth, asked in ((one, berthed.asked[:5]), (other, berthed.asked[5:])):
+        left, filled = berth.left.cuda_event, berth.ready.cuda_event
+        assert [what for what in asked if what[0] != "copy"] == [
+            ("follow", left), ("mark", filled), ("follow", filled), ("mark", left),
+        ]  # fmt: skip
+        assert asked[3][0] == "copy"
+    assert [asked[1] for asked in berthed.asked if asked[0] == "copy"] == [90, 30]
+
+
+def test_a_berth_is_used_again_on_its_stream_and_for_what_fits(berthed):
+    berthed.ferry(40, 50)
+    [first] = berthed.berths._berths
+    berthed.ferry(45, 45)
+    assert berthed.berths._berths == [first]
+    berthed.current = 1
+    berthed.ferry(40, 50)
+    [second] = berthed.berths._berths
+    assert (second.raw, second.memory.numel()) == (1, 100)
+    berthed.ferry(400)
+    [third] = berthed.berths._berths
+    assert third.memory.numel() == 400
+
+
+def test_what_goes_through_a_berth_has_arrived_when_the_side_stream_has_come_so_far(berthed):
+    small, large = berthed.ferry(5, 50)
+    berthed.land()
+    assert (small.has_arrived, large.has_arrived) == (True, False)
+    side = berthed.lane._side
+    side.done = side.queued
+    assert large.has_arrived
+
+
+def test_the_models_stream_does_not_speak_for_what_goes_through_a_berth(berthed):
+    [large] = berthed.ferry(50)
+    for _ in range(3 * lanes._FEW):
+        berthed.ferry(5)
+        berthed.land()
+    assert not large.has_arrived
+    assert large in berthed.lane._flying
+
+
+@pytest.mark.parametrize("fails", ["the launch", "the copy"])
+def test_memory_that_may_be_written_to_is_held_though_nobody_is_told_of_it(fails, berthed, monkeypatch):
+    def refuse(*numbers):
+        raise RuntimeError("the driver refused")
+
+    if fails == "the launch":
+        monkeypatch.setitem(berthed.lane._ferries, 0, (refuse, 1))
+    else:
+        monkeypatch.setattr(berthed.lane, "_copy", refuse)
+    held = [SimpleNamespace(items=50, got=None)]
+    with pytest.raises(RuntimeError, match="refused"):
+        berthed.lane.ferry(held, 1, GATES, berthed.berths)
+    assert held[0].got is None
+    [flight] = berthed.lane._flying
+    berthed.land()
+    assert not flight.has_landed()
+    berthed.lane._side.done = berthed.lane._side.queued
+    assert flight.has_landed()
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=f"no gates: {native.why_not()}")
+def test_the_copies_are_where_their_tensors_were_told(berthed, monkeypatch):
+    def launch(words, octets, address, programs, everywhere):
+        for number in range(everywhere // programs):
+            source, target, size = (ctypes.c_int64 * 3).from_address(address + 24 * number)
+            ctypes.memmove(target, source, size)
+
+    monkeypatch.setitem(berthed.lane._ferries, 0, (launch, 4096))
+    monkeypatch.setattr(berthed.lane, "_copy", lambda to, source, size, stream: ctypes.memmove(to, source, size))
+    gates = native.load()
+    basket = gates.Basket(-1, lambda held: None, lambda left: None, 1 << 20, lambda place: 0, lambda: False)
+    leave = gates.Pass(basket, "point", "tensor", None, {})
+    tensors = [torch.randn(count) for count in (2, 9, 12, 1, 8, 25)]
+    held = [basket.make(leave, tensor) for tensor in tensors]
+    gates.sorted(held, -1)
+    berthed.lane.ferry(held, 4, gates, berthed.berths)
+    for one, tensor in zip(held, tensors, strict=True):
+        copy = one.got.part(one.place, torch.float32, tensor.shape)
+        assert copy.landing[2] % 64 == 0
+        copy.cargo.finish()
+        assert_same_bits(copy(), tensor)
 
 
 # The thread --------------------------------------------------------------------------------------

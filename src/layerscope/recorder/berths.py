@@ -1,0 +1,57 @@
+"""Memory of a device where tensors are put together, so that one copy brings all of them to the host.
+
+    berth = Berths(device).at(0, size, raw, side)     # for the first share of what a step brings on the stream `raw`
+    berth.address                                     # a kernel writes there, once the copy before has left
+    berth.left                                        # marks in the side stream where that is
+
+A copy on the model's own stream would hold up the model, and one for each tensor takes the host longer than to launch
+the layer that made it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from layerscope.recorder.copying import undisturbed
+
+__all__ = ["Berth", "Berths"]
+
+
+class Berth(NamedTuple):
+    """Room for one share on a stream, and two events: it is filled, it has left."""
+
+    memory: torch.Tensor
+    address: int
+    raw: int
+    ready: torch.cuda.Event
+    left: torch.cuda.Event
+
+
+class Berths:
+    """The berths of one recording on one device, got when they are first needed.
+
+    `share` is how many bytes are put together, at most: a quarter of all that waits.
+    """
+
+    share = 16 << 20
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._berths: list[Berth] = []
+
+    def at(self, number: int, size: int, raw: int, side: torch.cuda.Stream) -> Berth:
+        """Return the berth of a share on the current stream, which `raw` is; `side` is what brings it to the host."""
+        known = self._berths[number] if number < len(self._berths) else None
+        if known is not None and known.raw == raw and known.memory.numel() >= size:
+            return known
+        with undisturbed():
+            memory = torch.empty(max(size, self.share), dtype=torch.uint8, device=self._device)
+            memory.record_stream(side)  # whoever has this memory next waits for our copies, whenever we let go of it
+        ready, left = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(side)  # which makes them
+        left.record(side)
+        made = Berth(memory, memory.data_ptr(), raw, ready, left)
+        self._berths[number : number + 1] = [made]
+        return made
