@@ -2,7 +2,13 @@
 
    By `ctypes` that takes twenty microseconds in the middle of a forward. */
 
-typedef int (*Start)(void *config, void *function, void **arguments, void **extra); /* cuLaunchKernelEx */
+/* The driver's cuLaunchKernelEx, cuStreamWaitEvent, cuEventRecord and cuMemcpyDtoHAsync. */
+typedef int (*Start)(void *config, void *function, void **arguments, void **extra);
+typedef int (*Follow)(void *stream, void *event, unsigned flags);
+typedef int (*Mark)(void *event, void *stream);
+typedef int (*Copy)(void *to, unsigned long long from, size_t size, void *stream);
+
+static PyTypeObject LaunchType;
 
 typedef struct {
     PyObject_HEAD
@@ -23,14 +29,10 @@ static int are_whole(PyObject *const *given, Py_ssize_t count, long long *number
     return 1;
 }
 
-static PyObject *Launch_call(PyObject *launch, PyObject *const *given, size_t many, PyObject *names)
+/* Launch with these arguments, and as many programs as the last one says. */
+static PyObject *launched(Launch *self, const long long *numbers)
 {
-    Launch *self = (Launch *)launch;
     Py_ssize_t count = self->arguments;
-    long long numbers[ARGUMENTS + 1];
-    if (names != NULL || PyVectorcall_NARGS(many) != count + 1 || self->memory == NULL)
-        return PyErr_Format(PyExc_TypeError, "a launch takes %zd numbers, and how many programs", count);
-    if (!are_whole(given, count + 1, numbers)) return NULL;
     if (numbers[count] < 0 || numbers[count] > UINT32_MAX)
         return PyErr_Format(PyExc_OverflowError, "%lld programs cannot be launched", numbers[count]);
     memcpy(self->room, numbers, (size_t)count * sizeof *numbers);
@@ -38,6 +40,22 @@ static PyObject *Launch_call(PyObject *launch, PyObject *const *given, size_t ma
     int code = self->start(self->config, self->function, self->pointers, NULL);
     if (code) return PyObject_CallFunction(self->refused, "iL", code, numbers[count]);
     Py_RETURN_NONE;
+}
+
+static int takes(Launch *self, Py_ssize_t count) /* so many numbers; with an error set if it does not */
+{
+    if (count == self->arguments + 1 && self->memory != NULL) return 1;
+    PyErr_Format(PyExc_TypeError, "a launch takes %zd numbers, and how many programs", self->arguments);
+    return 0;
+}
+
+static PyObject *Launch_call(PyObject *launch, PyObject *const *given, size_t many, PyObject *names)
+{
+    Launch *self = (Launch *)launch;
+    Py_ssize_t count = PyVectorcall_NARGS(many);
+    long long numbers[ARGUMENTS + 1];
+    if (!takes(self, names == NULL ? count : -1) || !are_whole(given, count, numbers)) return NULL;
+    return launched(self, numbers);
 }
 
 static int Launch_init(Launch *self, PyObject *args, PyObject *given)
@@ -77,3 +95,31 @@ static int Launch_clear(Launch *self)
 
 static PyMemberDef Launch_members[] = {{NULL}};
 static PyMethodDef Launch_methods[] = {{NULL}};
+
+static void *at(unsigned long long address) { return (void *)(uintptr_t)address; }
+
+/* Fill a berth by a launch, once what was in it has left, and copy it to the host on the side stream. */
+static PyObject *fly_on(PyObject *module, PyObject *args)
+{
+    PyObject *launch;
+    unsigned long long to, from, follow, mark, copy, stream, side, filled, left;
+    long long numbers[5] = {0}, size;
+    if (!PyArg_ParseTuple(args, "O!LLLKL(KKKKKKKK)", &LaunchType, &launch, &numbers[2], &numbers[3], &numbers[4], &to,
+                          &size, &follow, &mark, &copy, &stream, &side, &filled, &left, &from) ||
+        !takes((Launch *)launch, 5))
+        return NULL;
+    int code = ((Follow)at(follow))(at(stream), at(left), 0);
+    if (!code) {
+        PyObject *done = launched((Launch *)launch, numbers);
+        if (done == NULL) return NULL;
+        Py_DECREF(done);
+        code = ((Mark)at(mark))(at(filled), at(stream));
+    }
+    if (!code) code = ((Follow)at(follow))(at(side), at(filled), 0);
+    if (!code) code = ((Copy)at(copy))(at(to), from, (size_t)size, at(side));
+    if (!code) code = ((Mark)at(mark))(at(left), at(side));
+    if (code)
+        return PyErr_Format(PyExc_RuntimeError, "the driver refused to bring %lld bytes beside the model: CUDA error %d",
+                            size, code);
+    Py_RETURN_NONE;
+}

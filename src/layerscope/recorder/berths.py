@@ -1,8 +1,7 @@
 """Memory of a device where tensors are put together, so that one copy brings all of them to the host.
 
     berth = Berths(device).at(0, size, raw, side)     # for the first share of what a step brings on the stream `raw`
-    berth.address                                     # a kernel writes there, once the copy before has left
-    berth.left                                        # marks in the side stream where that is
+    gates.fly_on(launch, ..., berth.told)             # a kernel writes there, once the copy before has left
 
 A copy on the model's own stream would hold up the model, and one for each tensor takes the host longer than to launch
 the layer that made it.
@@ -15,18 +14,19 @@ from typing import NamedTuple
 import torch
 
 from layerscope.recorder.copying import undisturbed
+from layerscope.stats.driver import crossing
 
 __all__ = ["Berth", "Berths"]
 
 
 class Berth(NamedTuple):
-    """Room for one share on a stream, and two events: it is filled, it has left."""
+    """Room for one share on a stream, and what `native/` is told of it."""
 
     memory: torch.Tensor
     address: int
     raw: int
-    ready: torch.cuda.Event
-    left: torch.cuda.Event
+    events: tuple[torch.cuda.Event, torch.cuda.Event]  # it is filled, it has left
+    told: tuple[int, ...]  # the driver's functions, the streams, the events, the address
 
 
 class Berths:
@@ -49,9 +49,11 @@ class Berths:
         with undisturbed():
             memory = torch.empty(max(size, self.share), dtype=torch.uint8, device=self._device)
             memory.record_stream(side)  # whoever has this memory next waits for our copies, whenever we let go of it
-        ready, left = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record(side)  # which makes them
+        filled, left = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        filled.record(side)  # which makes them
         left.record(side)
-        made = Berth(memory, memory.data_ptr(), raw, ready, left)
+        address = memory.data_ptr()
+        told = *crossing(), raw, side.cuda_stream, filled.cuda_event, left.cuda_event, address
+        made = Berth(memory, address, raw, (filled, left), told)
         self._berths[number : number + 1] = [made]
         return made

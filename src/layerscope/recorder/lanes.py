@@ -252,14 +252,13 @@ class Lane:
                 flight = Flight(self, self._side, self._side.cuda_stream, landing[0], landing)
             try:
                 launch, block = self._ferries.get(raw) or self._ferrying(raw)
+                there = target if berth is None else berth.address
+                programs = -(-gates.ferried(held, width, address, there, flight) // block)
+                everywhere = len(held) * programs
                 if berth is None:
-                    programs = -(-gates.ferried(held, width, address, target, flight) // block)
-                    launch(0, 0, address, programs, len(held) * programs)
+                    launch(0, 0, address, programs, everywhere)
                 else:
-                    self._follow(raw, berth.left.cuda_event)  # type: ignore[misc]  # there is a driver where memory is
-                    programs = -(-gates.ferried(held, width, address, berth.address, flight) // block)
-                    launch(0, 0, address, programs, len(held) * programs)
-                    self._fly_on(berth, raw, target, size)
+                    gates.fly_on(launch, address, programs, everywhere, target, size, berth.told)
                 flight.depart(flight.origin)
             except BaseException:  # they were told where their copies will be, and those are not under way, or not all
                 for one in held:
@@ -270,17 +269,6 @@ class Lane:
             self._flying.append(flight)
             if len(self._flying) > _FEW and not self._held:
                 self._retire_half()
-
-    def _fly_on(self, berth: Berth, raw: int, to: int, size: int) -> None:
-        """Copy what a stream has put into a berth to the host, on the side stream."""
-        assert self._mark is not None
-        assert self._follow is not None
-        assert self._copy is not None
-        side, ready = self._side.cuda_stream, berth.ready.cuda_event
-        self._mark(ready, raw)
-        self._follow(side, ready)
-        self._copy(to, berth.address, size, side)
-        self._mark(berth.left.cuda_event, side)
 
     def _ferrying(self, raw: int) -> tuple[Launch, int]:
         from layerscope.recorder.ferrying import BLOCK, ferrying

@@ -22,7 +22,7 @@ from typing import Any
 
 from layerscope import native
 
-__all__ = ["Launch", "allow_captures", "copying", "following", "launcher", "marking", "why_no_driver"]
+__all__ = ["Launch", "allow_captures", "copying", "crossing", "following", "launcher", "marking", "why_no_driver"]
 
 Launch = Callable[..., None]  # takes the kernel's arguments, a pointer as an address, and how many programs run it
 
@@ -132,6 +132,12 @@ def _asking(call: Any, device: int, what: str, *always: int) -> Callable[..., No
             _insist(code, device, what.format(*numbers), call, *numbers, *always)
 
     return ask
+
+
+def crossing() -> tuple[int, int, int]:
+    """Return where the driver's functions are that `following`, `marking` and `copying` call, for C."""
+    driver = _driver()
+    return _address(driver.cuStreamWaitEvent), _address(driver.cuEventRecord), _address(driver.cuMemcpyDtoHAsync_v2)
 
 
 def _address(call: Any) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from asserts import assert_same_bits
 from layerscope import native
-from layerscope.recorder import cargo, ferrying, lanes, pinned
+from layerscope.recorder import berths, cargo, ferrying, lanes, pinned
 from layerscope.recorder.berths import Berths
 from layerscope.recorder.cargo import Arrival, Carried
 from layerscope.recorder.pinned import Pinned
@@ -75,7 +75,8 @@ class Device:
         self.streams = {number: Stream(number=number) for number in range(3)}
         self.current, self.is_capturing = 0, False
         self.fails = False
-        self.launched, self.asked = [], []
+        self.launched, self.asked, self.crossed = [], [], []
+        self.gates = SimpleNamespace(room_for=_room_for, ferried=_ferried, fly_on=self.fly_on)
         self.lane, self.berths = None, Berths(torch.device("cpu"))
         kind = type("Event", (Event,), {})  # with a count of its own
         self.events = kind
@@ -94,7 +95,7 @@ class Device:
         for name, value in {
             "why_no_driver": lambda: "",
             "why_not": lambda: "",
-            "copying": lambda place: lambda *numbers: self.asked.append(("copy", numbers[2])),
+            "copying": lambda place: lambda *numbers: None,
             "marking": lambda place: lambda event, stream: self.asked.append(("mark", event)),
             "following": lambda place: lambda stream, event: self.asked.append(("follow", event)),
             "allow_captures": lambda: None,
@@ -106,6 +107,7 @@ class Device:
         }.items():
             monkeypatch.setattr(lanes, name, value)
         monkeypatch.setattr(cargo, "Event", kind)
+        monkeypatch.setattr(berths, "crossing", lambda: (1, 2, 3))
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         with monkeypatch.context() as patched:
             patched.setattr(lanes.threading, "Thread", lambda **told: SimpleNamespace(start=lambda: None))
@@ -134,8 +136,11 @@ class Device:
     def ferry(self, *sizes):
         """Bring tensors together; return what each was told."""
         held = [SimpleNamespace(items=size, got=None) for size in sizes]
-        self.lane.ferry(held, 1, GATES, self.berths)
+        self.lane.ferry(held, 1, self.gates, self.berths)
         return [one.got for one in held]
+
+    def fly_on(self, launch, address, programs, everywhere, to, size, told):
+        self.crossed.append((size, told))
 
 
 def unwanted(size):
@@ -148,10 +153,8 @@ def _ferried(held, width, address, target, flight):
     return max(one.items for one in held)
 
 
-GATES = SimpleNamespace(
-    room_for=lambda held, width: (24 * len(held), sum(one.items for one in held), max(one.items for one in held)),
-    ferried=_ferried,
-)
+def _room_for(held, width):
+    return 24 * len(held), sum(one.items for one in held), max(one.items for one in held)
 
 
 @pytest.fixture
@@ -429,22 +432,11 @@ def berthed(ready):
 
 def test_what_is_not_tiny_is_put_together_and_copied_beside(berthed):
     flights = berthed.ferry(5, 40, 50, 7, 30)
-    assert [flights.index(one) for one in flights] == [
-        0,
-        1,
-        1,
-        0,
-        4,
-    ]  # shares of two, for the largest takes half of one
-    assert berthed.launched == [0, 0, 0]
+    assert [flights.index(one) for one in flights] == [0, 1, 1, 0, 4]  # the largest takes half of a share
     one, other = berthed.berths._berths
-    for berth, asked in ((one, berthed.asked[:5]), (other, berthed.asked[5:])):
-        left, filled = berth.left.cuda_event, berth.ready.cuda_event
-        assert [what for what in asked if what[0] != "copy"] == [
-            ("follow", left), ("mark", filled), ("follow", filled), ("mark", left),
-        ]  # fmt: skip
-        assert asked[3][0] == "copy"
-    assert [asked[1] for asked in berthed.asked if asked[0] == "copy"] == [90, 30]
+    assert (berthed.launched, berthed.crossed) == ([0], [(90, one.told), (30, other.told)])
+    side, (filled, left) = berthed.lane._side, other.events
+    assert other.told == (1, 2, 3, 0, side.cuda_stream, filled.cuda_event, left.cuda_event, other.address)
 
 
 def test_a_berth_is_used_again_on_its_stream_and_for_what_fits(berthed):
@@ -479,18 +471,16 @@ def test_the_models_stream_does_not_speak_for_what_goes_through_a_berth(berthed)
     assert large in berthed.lane._flying
 
 
-@pytest.mark.parametrize("fails", ["the launch", "the copy"])
-def test_memory_that_may_be_written_to_is_held_though_nobody_is_told_of_it(fails, berthed, monkeypatch):
+@pytest.mark.parametrize("size", [5, 50])
+def test_memory_that_may_be_written_to_is_held_though_nobody_is_told_of_it(size, berthed, monkeypatch):
     def refuse(*numbers):
         raise RuntimeError("the driver refused")
 
-    if fails == "the launch":
-        monkeypatch.setitem(berthed.lane._ferries, 0, (refuse, 1))
-    else:
-        monkeypatch.setattr(berthed.lane, "_copy", refuse)
-    held = [SimpleNamespace(items=50, got=None)]
+    monkeypatch.setitem(berthed.lane._ferries, 0, (refuse, 1))
+    monkeypatch.setattr(berthed.gates, "fly_on", refuse)
+    held = [SimpleNamespace(items=size, got=None)]
     with pytest.raises(RuntimeError, match="refused"):
-        berthed.lane.ferry(held, 1, GATES, berthed.berths)
+        berthed.lane.ferry(held, 1, berthed.gates, berthed.berths)
     assert held[0].got is None
     [flight] = berthed.lane._flying
     berthed.land()
@@ -506,15 +496,19 @@ def test_the_copies_are_where_their_tensors_were_told(berthed, monkeypatch):
             source, target, size = (ctypes.c_int64 * 3).from_address(address + 24 * number)
             ctypes.memmove(target, source, size)
 
+    def fly_on(launch, address, programs, everywhere, to, size, told):
+        launch(0, 0, address, programs, everywhere)
+        ctypes.memmove(to, told[-1], size)
+
     monkeypatch.setitem(berthed.lane._ferries, 0, (launch, 4096))
-    monkeypatch.setattr(berthed.lane, "_copy", lambda to, source, size, stream: ctypes.memmove(to, source, size))
     gates = native.load()
     basket = gates.Basket(-1, lambda held: None, lambda left: None, 1 << 20, lambda place: 0, lambda: False)
     leave = gates.Pass(basket, "point", "tensor", None, {})
     tensors = [torch.randn(count) for count in (2, 9, 12, 1, 8, 25)]
     held = [basket.make(leave, tensor) for tensor in tensors]
     gates.sorted(held, -1)
-    berthed.lane.ferry(held, 4, gates, berthed.berths)
+    played = SimpleNamespace(room_for=gates.room_for, ferried=gates.ferried, fly_on=fly_on)
+    berthed.lane.ferry(held, 4, played, berthed.berths)
     for one, tensor in zip(held, tensors, strict=True):
         copy = one.got.part(one.place, torch.float32, tensor.shape)
         assert copy.landing[2] % 64 == 0
