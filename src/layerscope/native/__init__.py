@@ -8,6 +8,7 @@ for tensors on a GPU alone, and nothing but speed is lost without it.
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from importlib import import_module
 from itertools import count
@@ -49,6 +50,17 @@ def _entered(door: Any, *args: Any, **kwargs: Any) -> Any:
     return door.gate.module._call_impl(*args, **kwargs)
 
 
+def _addresses() -> list[int]:
+    """Find functions of torch's by the names that a C++ compiler gives them."""
+    library = ctypes.CDLL(torch._C.__file__)  # and all that it stands on
+    names = (
+        "_ZN5torch8autograd25get_current_graph_task_idEv",
+        "_ZN2at4impl27torch_function_mode_enabledEv",
+        "_ZN5torch3jit6tracer15getTracingStateEv",
+    )
+    return [ctypes.cast(library[name], ctypes.c_void_p).value or 0 for name in names]
+
+
 @cache
 def _tried() -> tuple[Any, str]:
     here = Path(__file__).parent
@@ -62,12 +74,12 @@ def _tried() -> tuple[Any, str]:
         gates.prepare(
             torch.Tensor,
             torch.Tensor.__dlpack_c_exchange_api__,
-            torch._C._current_graph_task_id,
-            torch._C._is_torch_function_mode_enabled,
+            torch.Tensor._version,
+            torch.Tensor.is_neg,
+            *_addresses(),
             getattr(torch._C, "_cuda_getCurrentRawStream", None),  # a build without CUDA has none
             count,
             _called,
-            torch._C._get_tracing_state,
             tuple(getattr(modules, f"_global_{kind}_hooks") for kind in _KINDS),
             CALLING,
             CALL,

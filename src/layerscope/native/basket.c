@@ -39,7 +39,7 @@ static int may_wait(Pass *pass, PyObject *tensor, Part *part)
 
 static Held *made(Pass *pass, PyObject *tensor, Lying lying)
 {
-    long long version = number_of(PyObject_GetAttr(tensor, s_version)); /* an inference tensor has none, and raises */
+    long long version = version_in(tensor); /* an inference tensor has none, and raises */
     if (PyErr_Occurred()) return NULL;
     Held *held = (Held *)HeldType.tp_alloc(&HeldType, 0);
     if (held == NULL) return NULL;

@@ -103,18 +103,11 @@ static int is_still_only_hook(Gate *gate)
     return !PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, AFTER)) && is_alone(gate);
 }
 
-static int is_traced(void)
-{
-    PyObject *state = PyObject_CallNoArgs(tracing_state);
-    Py_XDECREF(state);
-    return state != Py_None; /* which lives for ever */
-}
-
 /* Whether a call that begins now will most likely pass. Of one inside another of the same module the hook hears first:
    calls are numbered as they begin, and it may have to see that from now on. */
 static int is_likely(Gate *gate)
 {
-    if (!gate->passes || gate->closed || !is_open(gate->basket) || !is_only_hook(gate) || is_traced()) return 0;
+    if (!gate->passes || gate->closed || !is_open(gate->basket) || !is_only_hook(gate) || *tracing_state()) return 0;
     if (gate->under_way) {
         tell_number(gate);
         if (forgiven()) Py_XDECREF(PyObject_CallMethodNoArgs(gate->hook, s_repeats));

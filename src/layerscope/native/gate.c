@@ -103,10 +103,7 @@ static int Gate_clear(Gate *self)
 /* Whether calls of this thread's step pass here at all: nobody changes what torch's functions do. */
 static int is_passable(Gate *self)
 {
-    if (self->closed || !is_open(self->basket)) return 0;
-    PyObject *modes = PyObject_CallNoArgs(has_modes);
-    Py_XDECREF(modes);
-    return modes == Py_False; /* which lives for ever */
+    return !self->closed && is_open(self->basket) && !has_modes();
 }
 
 /* Return the calls under way, if the innermost is of the step; borrowed from the basket. */
@@ -128,7 +125,7 @@ static PyObject *innermost(PyObject *calls) { return PyList_GET_ITEM(calls, PyLi
 static int is_inside(Gate *self, PyObject *calls, long away)
 {
     if (!is_frame(PyTuple_GET_ITEM(innermost(calls), 3), away)) return 0;
-    return self->away <= DIRECTLY || (number_of(PyObject_CallNoArgs(graph_task)) == -1 && !PyErr_Occurred());
+    return self->away <= DIRECTLY || graph_task() == -1;
 }
 
 /* Count where the hooks count, from a number on. */

@@ -53,16 +53,32 @@ TYPE(Launch, "A kernel's launch on a stream: takes its numbers, and how many pro
      Py_TPFLAGS_HAVE_VECTORCALL, MADE(Launch), .tp_call = PyVectorcall_Call,
      .tp_vectorcall_offset = offsetof(Launch, call));
 
+/* Find the functions in C behind what torch shows of a tensor. */
+static int are_found(PyObject *version, PyObject *negative)
+{
+    int fine = Py_IS_TYPE(version, &PyGetSetDescr_Type) && Py_IS_TYPE(negative, &PyMethodDescr_Type) &&
+               ((PyMethodDescrObject *)negative)->d_method->ml_flags == METH_NOARGS;
+    if (!fine) return PyErr_SetString(PyExc_ImportError, "torch tells of a tensor in another way"), 0;
+    get_version = ((PyGetSetDescrObject *)version)->d_getset->get;
+    get_version_of = ((PyGetSetDescrObject *)version)->d_getset->closure;
+    is_negative = ((PyMethodDescrObject *)negative)->d_method->ml_meth;
+    return 1;
+}
+
 static PyObject *prepare(PyObject *module, PyObject *args)
 {
-    PyObject *tensor, *exchange, *task, *modes, *stream, *count, *spelt, *tracing, *hooks, *code, *call, *raised, *door;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOO!OOOO", &tensor, &exchange, &task, &modes, &stream, &count, &spelt, &tracing,
-                          &PyTuple_Type, &hooks, &code, &call, &raised, &door))
+    PyObject *tensor, *exchange, *version, *negative, *stream, *count, *spelt, *hooks, *code, *call, *raised, *door;
+    unsigned long long task, modes, tracing;
+    if (!PyArg_ParseTuple(args, "OOOOKKKOOOO!OOOO", &tensor, &exchange, &version, &negative, &task, &modes, &tracing,
+                          &stream, &count, &spelt, &PyTuple_Type, &hooks, &code, &call, &raised, &door))
         return NULL;
     const DLPackExchangeAPI *known = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
-    if (known == NULL) return NULL;
+    if (known == NULL || !are_found(version, negative)) return NULL;
     if (known->header.version.major != DLPACK_MAJOR_VERSION || known->dltensor_from_py_object_no_sync == NULL)
         return PyErr_Format(PyExc_ImportError, "torch speaks DLPack %u", known->header.version.major);
+    graph_task = (int (*)(void))(uintptr_t)task;
+    has_modes = (_Bool(*)(void))(uintptr_t)modes;
+    tracing_state = (void *const *(*)(void))(uintptr_t)tracing;
     torch_says = known;
     /* What a compiler reads: it would not know what to do with a call in C. Nobody else calls these. */
     if (PyDict_SetItemString(GateType.tp_dict, "__call__", spelt) < 0 ||
@@ -71,11 +87,8 @@ static PyObject *prepare(PyObject *module, PyObject *args)
     PyType_Modified(&GateType);
     PyType_Modified(&DoorType);
     Py_XSETREF(tensor_type, Py_NewRef(tensor));
-    Py_XSETREF(graph_task, Py_NewRef(task));
-    Py_XSETREF(has_modes, Py_NewRef(modes));
     Py_XSETREF(raw_stream, Py_NewRef(stream));
     Py_XSETREF(count_type, Py_NewRef(count));
-    Py_XSETREF(tracing_state, Py_NewRef(tracing));
     Py_XSETREF(global_hooks, Py_NewRef(hooks));
     Py_XSETREF(call_code, Py_NewRef(code));
     Py_XSETREF(torchs_call, Py_NewRef(call));
@@ -85,10 +98,10 @@ static PyObject *prepare(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"prepare", prepare, METH_VARARGS,
-     "Tell what torch and Python call a tensor, its exchange with others, a backward pass, modes, the current "
-     "stream and a counter, and what a gate does, in Python; for doors, what a trace is, the hooks of all modules, "
-     "the code that calls a module and the function that it calls, what stands for the value of one that raised, and "
-     "what a door does, in Python."},
+     "Tell what torch and Python call a tensor, its exchange with others, its version and whether it is negated; where "
+     "torch tells the backward pass, the modes and the trace of a thread; the current stream, a counter, and what a gate "
+     "does, in Python; for doors, the hooks of all modules, the code that calls a module and the function that it calls, "
+     "what stands for the value of one that raised, and what a door does, in Python."},
     {"sorted", sorted, METH_VARARGS,
      "Sort what waits: by (kind, dtype) where it lies plainly on a device, odd, changed."},
     {"room_for", room_for, METH_VARARGS,
@@ -111,10 +124,8 @@ PyMODINIT_FUNC PyInit_layerscope_gates(void)
         PyObject **to;
         const char *name;
     } names[] = {{&s_calls, "calls"},
-                 {&s_version, "_version"},
                  {&s_at, "at"},
                  {&s_moments, "moments"},
-                 {&s_is_neg, "is_neg"},
                  {&s_dtype, "dtype"},
                  {&s_requests, "requests"},
                  {&s_page, "page"},

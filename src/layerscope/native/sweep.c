@@ -31,7 +31,7 @@ static int Held_clear(Held *self)
 static int is_intact(Held *self, DLTensor *how)
 {
     Lying now;
-    long long version = number_of(PyObject_GetAttr(self->tensor, s_version));
+    long long version = version_in(self->tensor);
     if (PyErr_Occurred() || !lies(self->tensor, how, &now)) return PyErr_Occurred() ? -1 : 0;
     return is_unchanged(self, version, now);
 }
@@ -69,7 +69,7 @@ static int is_typed(Held *self, DLDataType type)
 static int lies_plainly(Held *self, const DLTensor *how, long long place)
 {
     if (self->lying.address % 16 || !self->lying.items || place_of(how) != place || !is_contiguous(how)) return 0;
-    PyObject *negative = PyObject_CallMethodNoArgs(self->tensor, s_is_neg);
+    PyObject *negative = is_negative(self->tensor, NULL);
     Py_XDECREF(negative);
     return negative == Py_False;
 }

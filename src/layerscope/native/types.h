@@ -79,10 +79,17 @@ static uint64_t version_of(PyObject *dict) { return 0; }
 #define AFTER 0      /* among the hooks of all modules, those that torch calls once a forward is over */
 
 /* What `prepare` was given. */
-static PyObject *tensor_type, *graph_task, *has_modes, *count_type, *raw_stream, *tracing_state, *global_hooks,
-    *call_code, *torchs_call, *hook_raised;
+static PyObject *tensor_type, *count_type, *raw_stream, *global_hooks, *call_code, *torchs_call, *hook_raised;
 static const DLPackExchangeAPI *torch_says;
-static PyObject *s_calls, *s_version, *s_at, *s_moments, *s_is_neg, *s_dtype, *s_requests, *s_page, *s_aboard, *s_over,
+
+/* Functions of torch's, without Python's way to them, which costs as much again as what they do. */
+static int (*graph_task)(void);             /* the number of the backward pass that runs on this thread, -1 if none does */
+static _Bool (*has_modes)(void);            /* whether somebody changes what torch's functions do */
+static void *const *(*tracing_state)(void); /* a shared pointer, NULL where nothing is traced */
+static getter get_version;                  /* of a tensor of torch's own type; raises of an inference tensor */
+static void *get_version_of;
+static PyCFunction is_negative;
+static PyObject *s_calls, *s_at, *s_moments, *s_dtype, *s_requests, *s_page, *s_aboard, *s_over,
     *s_table, *s_acquire, *s_release, *s_failed, *s_deepcopy, *s_reduce, *s_late, *s_repeats, *s_forward, *s_call_impl,
     *s_forward_hooks, *s_forward_pre_hooks, *s_backward_hooks, *s_backward_pre_hooks;
 
@@ -219,6 +226,11 @@ static long long number_of(PyObject *got) /* steals it; -1 with an error set if 
     long long number = PyLong_AsLongLong(got);
     Py_DECREF(got);
     return number;
+}
+
+static long long version_in(PyObject *tensor) /* how often torch counted a change in place; -1 with an error set */
+{
+    return number_of(get_version(tensor, get_version_of));
 }
 
 static int is_address(PyObject *got, unsigned long long *address)

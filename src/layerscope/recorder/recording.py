@@ -379,9 +379,9 @@ class Recording:
             if step is None or step.moment is not moment:
                 step = self._step = self._begun(moment)
         gathering = self._taking.gathering
-        if gathering is not None:
+        if gathering is not None and not step.idle:
             try:
-                gathering.begin(None if step.idle or step.whole or self._note else step)
+                gathering.begin(None if step.whole or self._note else step)
             except Exception as error:
                 self._taking.gather_no_more(error)
         return step
