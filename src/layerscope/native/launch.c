@@ -118,8 +118,7 @@ static PyObject *fly_on(PyObject *module, PyObject *args)
     if (!code) code = ((Follow)at(follow))(at(side), at(filled), 0);
     if (!code) code = ((Copy)at(copy))(at(to), from, (size_t)size, at(side));
     if (!code) code = ((Mark)at(mark))(at(left), at(side));
-    if (code)
-        return PyErr_Format(PyExc_RuntimeError, "the driver refused to bring %lld bytes beside the model: CUDA error %d",
-                            size, code);
-    Py_RETURN_NONE;
+    if (!code) Py_RETURN_NONE;
+    return PyErr_Format(PyExc_RuntimeError, "the driver refused to bring %lld bytes beside the model: CUDA error %d",
+                        size, code);
 }

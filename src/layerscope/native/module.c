@@ -99,9 +99,9 @@ static PyObject *prepare(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"prepare", prepare, METH_VARARGS,
      "Tell what torch and Python call a tensor, its exchange with others, its version and whether it is negated; where "
-     "torch tells the backward pass, the modes and the trace of a thread; the current stream, a counter, and what a gate "
-     "does, in Python; for doors, the hooks of all modules, the code that calls a module and the function that it calls, "
-     "what stands for the value of one that raised, and what a door does, in Python."},
+     "torch tells the backward pass, the modes and the trace of a thread; the current stream, a counter, and what a "
+     "gate does, in Python; for doors, the hooks of all modules, the code that calls a module and the function that it "
+     "calls, what stands for the value of one that raised, and what a door does, in Python."},
     {"sorted", sorted, METH_VARARGS,
      "Sort what waits: by (kind, dtype) where it lies plainly on a device, odd, changed."},
     {"room_for", room_for, METH_VARARGS,

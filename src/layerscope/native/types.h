@@ -83,7 +83,7 @@ static PyObject *tensor_type, *count_type, *raw_stream, *global_hooks, *call_cod
 static const DLPackExchangeAPI *torch_says;
 
 /* Functions of torch's, without Python's way to them, which costs as much again as what they do. */
-static int (*graph_task)(void);             /* the number of the backward pass that runs on this thread, -1 if none does */
+static int (*graph_task)(void);             /* the backward pass that runs on this thread, -1 if none does */
 static _Bool (*has_modes)(void);            /* whether somebody changes what torch's functions do */
 static void *const *(*tracing_state)(void); /* a shared pointer, NULL where nothing is traced */
 static getter get_version;                  /* of a tensor of torch's own type; raises of an inference tensor */
