@@ -2,11 +2,10 @@
 
    By `ctypes` that takes twenty microseconds in the middle of a forward. */
 
-/* The driver's cuLaunchKernelEx, cuStreamWaitEvent, cuEventRecord and cuMemcpyDtoHAsync. */
+/* The driver's cuLaunchKernelEx, cuStreamWaitEvent and cuEventRecord. */
 typedef int (*Start)(void *config, void *function, void **arguments, void **extra);
 typedef int (*Follow)(void *stream, void *event, unsigned flags);
 typedef int (*Mark)(void *event, void *stream);
-typedef int (*Copy)(void *to, unsigned long long from, size_t size, void *stream);
 
 static PyTypeObject LaunchType;
 
@@ -29,17 +28,19 @@ static int are_whole(PyObject *const *given, Py_ssize_t count, long long *number
     return 1;
 }
 
-/* Launch with these arguments, and as many programs as the last one says. */
-static PyObject *launched(Launch *self, const long long *numbers)
+/* Launch with these arguments, and as many programs as the last one says; 0 with an error set if that failed. */
+static int launched(Launch *self, const long long *numbers)
 {
     Py_ssize_t count = self->arguments;
     if (numbers[count] < 0 || numbers[count] > UINT32_MAX)
-        return PyErr_Format(PyExc_OverflowError, "%lld programs cannot be launched", numbers[count]);
+        return PyErr_Format(PyExc_OverflowError, "%lld programs cannot be launched", numbers[count]), 0;
     memcpy(self->room, numbers, (size_t)count * sizeof *numbers);
     *(uint32_t *)(self->room + count) = (uint32_t)numbers[count];
     int code = self->start(self->config, self->function, self->pointers, NULL);
-    if (code) return PyObject_CallFunction(self->refused, "iL", code, numbers[count]);
-    Py_RETURN_NONE;
+    if (!code) return 1;
+    PyObject *told = PyObject_CallFunction(self->refused, "iL", code, numbers[count]);
+    Py_XDECREF(told);
+    return told != NULL;
 }
 
 static int takes(Launch *self, Py_ssize_t count) /* so many numbers; with an error set if it does not */
@@ -55,7 +56,7 @@ static PyObject *Launch_call(PyObject *launch, PyObject *const *given, size_t ma
     Py_ssize_t count = PyVectorcall_NARGS(many);
     long long numbers[ARGUMENTS + 1];
     if (!takes(self, names == NULL ? count : -1) || !are_whole(given, count, numbers)) return NULL;
-    return launched(self, numbers);
+    return launched(self, numbers) ? Py_NewRef(Py_None) : NULL;
 }
 
 static int Launch_init(Launch *self, PyObject *args, PyObject *given)
@@ -98,27 +99,25 @@ static PyMethodDef Launch_methods[] = {{NULL}};
 
 static void *at(unsigned long long address) { return (void *)(uintptr_t)address; }
 
-/* Fill a berth by a launch, once what was in it has left, and copy it to the host on the side stream. */
+/* Fill a berth by a launch, once what was in it has left, and have another bring it to the host on the side stream. */
 static PyObject *fly_on(PyObject *module, PyObject *args)
 {
-    PyObject *launch;
-    unsigned long long to, from, follow, mark, copy, stream, side, filled, left;
-    long long numbers[5] = {0}, size;
-    if (!PyArg_ParseTuple(args, "O!LLLKL(KKKKKKKK)", &LaunchType, &launch, &numbers[2], &numbers[3], &numbers[4], &to,
-                          &size, &follow, &mark, &copy, &stream, &side, &filled, &left, &from) ||
-        !takes((Launch *)launch, 5))
+    PyObject *launch, *carry;
+    unsigned long long follow, mark, stream, side, filled, left;
+    long long fill[5] = {0}, bring[4];
+    if (!PyArg_ParseTuple(args, "O!LLLO!LL(KKKKKKLL)", &LaunchType, &launch, &fill[2], &fill[3], &fill[4], &LaunchType,
+                          &carry, &bring[1], &bring[2], &follow, &mark, &stream, &side, &filled, &left, &bring[0],
+                          &bring[3]) ||
+        !takes((Launch *)launch, 5) || !takes((Launch *)carry, 4))
         return NULL;
+    bring[2] /= LINE;
     int code = ((Follow)at(follow))(at(stream), at(left), 0);
-    if (!code) {
-        PyObject *done = launched((Launch *)launch, numbers);
-        if (done == NULL) return NULL;
-        Py_DECREF(done);
-        code = ((Mark)at(mark))(at(filled), at(stream));
-    }
+    if (!code && !launched((Launch *)launch, fill)) return NULL;
+    if (!code) code = ((Mark)at(mark))(at(filled), at(stream));
     if (!code) code = ((Follow)at(follow))(at(side), at(filled), 0);
-    if (!code) code = ((Copy)at(copy))(at(to), from, (size_t)size, at(side));
+    if (!code && !launched((Launch *)carry, bring)) return NULL;
     if (!code) code = ((Mark)at(mark))(at(left), at(side));
-    if (!code) Py_RETURN_NONE;
-    return PyErr_Format(PyExc_RuntimeError, "the driver refused to bring %lld bytes beside the model: CUDA error %d",
-                        size, code);
+    if (code)
+        return PyErr_Format(PyExc_RuntimeError, "the driver refused to go on beside the model: CUDA error %d", code);
+    Py_RETURN_NONE;
 }

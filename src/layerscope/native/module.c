@@ -110,8 +110,9 @@ static PyMethodDef functions[] = {
      "Write where these lie and go to, for one kernel; return the largest's bytes. Their places are counted from the "
      "entries on, as if the copies came behind them."},
     {"fly_on", fly_on, METH_VARARGS,
-     "Launch the kernel of `ferried` into a berth, once that is empty, and copy what is there to the host beside the "
-     "model: the launch, where the entries are, programs to each and in all, where to, how many bytes, the berth."},
+     "Launch the kernel of `ferried` into a berth, once that is empty, and another that brings what is there to the "
+     "host beside the model: the launch, where the entries are, programs to each and in all; the other, where to, how "
+     "many bytes; the berth."},
     {"release", release, METH_O, "Let go of the tensors."},
     {NULL}};
 

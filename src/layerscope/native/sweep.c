@@ -354,7 +354,7 @@ static PyObject *sweep(Basket *basket)
     Py_RETURN_NONE;
 }
 
-static long long aligned(long long size) { return (size + 63) & -64; }
+static long long aligned(long long size) { return (size + LINE - 1) & -LINE; }
 
 static PyObject *room_for(PyObject *module, PyObject *args)
 {

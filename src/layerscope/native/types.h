@@ -76,6 +76,7 @@ static uint64_t version_of(PyObject *dict) { return 0; }
 #define TORCHS 2   /* frames of torch's own between a module that is called and a hook that is: a door has none */
 #define WAYS 8
 #define ARGUMENTS 64 /* of one kernel, at most */
+#define LINE 64      /* bytes, in units of which copies are laid */
 #define AFTER 0      /* among the hooks of all modules, those that torch calls once a forward is over */
 
 /* What `prepare` was given. */

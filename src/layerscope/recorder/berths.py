@@ -1,10 +1,10 @@
-"""Memory of a device where tensors are put together, so that one copy brings all of them to the host.
+"""Memory of a device where tensors are put together, so that one launch brings all of them to the host.
 
     berth = Berths(device).at(0, size, raw, side)     # for the first share of what a step brings on the stream `raw`
-    gates.fly_on(launch, ..., berth.told)             # a kernel writes there, once the copy before has left
+    gates.fly_on(launch, ..., carry, ..., berth.told) # a kernel fills it, once it is empty; another empties it beside
 
-A copy on the model's own stream would hold up the model, and one for each tensor takes the host longer than to launch
-the layer that made it.
+On the model's own stream the way to the host would hold up the model. So would the copy engine beside it, which takes
+one copy after the other: whatever the model itself fetches, be it one number, would wait for all of ours.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from layerscope.recorder.copying import undisturbed
+from layerscope.recorder.ferrying import CARRIERS
 from layerscope.stats.driver import crossing
 
 __all__ = ["Berth", "Berths"]
@@ -26,7 +27,7 @@ class Berth(NamedTuple):
     address: int
     raw: int
     events: tuple[torch.cuda.Event, torch.cuda.Event]  # it is filled, it has left
-    told: tuple[int, ...]  # the driver's functions, the streams, the events, the address
+    told: tuple[int, ...]  # the driver's functions, the streams, the events, the address, programs that empty it
 
 
 class Berths:
@@ -53,7 +54,7 @@ class Berths:
         filled.record(side)  # which makes them
         left.record(side)
         address = memory.data_ptr()
-        told = *crossing(), raw, side.cuda_stream, filled.cuda_event, left.cuda_event, address
+        told = *crossing(), raw, side.cuda_stream, filled.cuda_event, left.cuda_event, address, CARRIERS
         made = Berth(memory, address, raw, (filled, left), told)
         self._berths[number : number + 1] = [made]
         return made

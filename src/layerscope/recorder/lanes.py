@@ -153,7 +153,8 @@ class Lane:
         self._queue: SimpleQueue[Carried | None] = SimpleQueue()  # None only asks for page-locked memory
         self._origins: dict[int, torch.cuda.Stream] = {}  # by their number
         self._ferries: dict[int, tuple[Launch, int]] = {}  # of each stream, and the bytes that a program takes
-        self._tiny = -1 if why_not() else _TINY  # bytes of what goes by the kernel
+        self._carrier: Launch | None = None  # what brings the rest, on the side stream
+        self._tiny = -1 if why_not() else _TINY  # bytes of what a ferry takes to the host
         self.pinned = None if why_no_driver() else Pinned(let_go=self._retire, ask=partial(self._queue.put, None))
         self._copy = None if why_no_driver() else copying(device.index)
         self._mark = None if why_no_driver() else marking(device.index)
@@ -198,13 +199,14 @@ class Lane:
         return True
 
     def prepare(self) -> None:
-        """Get memory, and load the kernel that copies many tensors, lest the first steps wait for it or go without."""
-        from layerscope.recorder.ferrying import ferrying
+        """Get memory, and load the kernels that copy many tensors, lest the first steps wait for it or go without."""
+        from layerscope.recorder.ferrying import carrying, ferrying
 
         if self.pinned is not None:
             self._get_memory(self.pinned.prepare)
             if not why_not():
                 ferrying(self._device)
+                carrying(self._device)
 
     def _get_memory(self, get: Callable[[], None]) -> None:
         try:
@@ -219,7 +221,7 @@ class Lane:
         """Bring tensors with items of one width to the host, and tell each where it will be.
 
         They lie plainly on this device. A kernel on the current stream writes small ones to the host, others to berths,
-        from where they are copied while the model goes on. Nothing is done where no page-locked memory is free.
+        from where another brings them while the model goes on. Nothing is done where no page-locked memory is free.
         """
         room = gates.room_for(held, width)
         if room[2] <= self._tiny:
@@ -258,7 +260,8 @@ class Lane:
                 if berth is None:
                     launch(0, 0, address, programs, everywhere)
                 else:
-                    gates.fly_on(launch, address, programs, everywhere, target, size, berth.told)
+                    carry = self._carrier or self._carrying()
+                    gates.fly_on(launch, address, programs, everywhere, carry, target, size, berth.told)
                 flight.depart(flight.origin)
             except BaseException:  # they were told where their copies will be, and those are not under way, or not all
                 for one in held:
@@ -269,6 +272,12 @@ class Lane:
             self._flying.append(flight)
             if len(self._flying) > _FEW and not self._held:
                 self._retire_half()
+
+    def _carrying(self) -> Launch:
+        from layerscope.recorder.ferrying import carrying
+
+        self._carrier = carrying(self._device)(self._side.cuda_stream)
+        return self._carrier
 
     def _ferrying(self, raw: int) -> tuple[Launch, int]:
         from layerscope.recorder.ferrying import BLOCK, ferrying

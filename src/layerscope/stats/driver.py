@@ -134,10 +134,9 @@ def _asking(call: Any, device: int, what: str, *always: int) -> Callable[..., No
     return ask
 
 
-def crossing() -> tuple[int, int, int]:
-    """Return where the driver's functions are that `following`, `marking` and `copying` call, for C."""
-    driver = _driver()
-    return _address(driver.cuStreamWaitEvent), _address(driver.cuEventRecord), _address(driver.cuMemcpyDtoHAsync_v2)
+def crossing() -> tuple[int, int]:
+    """Return where the driver's functions are that `following` and `marking` call, for C."""
+    return _address(_driver().cuStreamWaitEvent), _address(_driver().cuEventRecord)
 
 
 def _address(call: Any) -> int:

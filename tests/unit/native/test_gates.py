@@ -697,61 +697,61 @@ def test_copies_are_laid_one_after_the_other_wherever_and_found_after_their_entr
     assert [(one.got, one.place) for one in held] == [(flight, 64), (flight, 128)]
 
 
-def played_driver(asked, refuses=None):
-    """Return the driver's functions, which note what they are asked; one of them refuses."""
+def crossed(asked, refuses=None, *, arguments=(4, 3)):
+    """Go through a berth with a driver that notes what it is asked, and refuses one thing; return what was launched."""
 
     def note(name, *numbers):
         asked.append((name, *numbers))
         return 700 if name == refuses else 0
 
     word = ctypes.c_uint64
-    start = ctypes.CFUNCTYPE(ctypes.c_int, *[word] * 4)(lambda config, function, given, extra: note("launch"))
-    follow = ctypes.CFUNCTYPE(ctypes.c_int, word, word, ctypes.c_uint)(
-        lambda stream, event, flags: note("follow", stream, event, flags)
+    follow = ctypes.CFUNCTYPE(ctypes.c_int, word, word, ctypes.c_uint)(lambda *numbers: note("follow", *numbers))
+    mark = ctypes.CFUNCTYPE(ctypes.c_int, word, word)(lambda *numbers: note("mark", *numbers))
+    start = ctypes.CFUNCTYPE(ctypes.c_int, *[word] * 4)(lambda config, function, given, extra: note(KERNELS[function]))
+    where = [ctypes.cast(one, ctypes.c_void_p).value for one in (start, follow, mark)]
+    rooms = [(ctypes.c_int64 * (count + 1))() for count in arguments]
+    refused = []
+    fill, carry = (
+        gates.Launch(
+            where[0], 0, at, 0, ctypes.addressof(room), len(room) - 1, lambda *told: refused.append(told), room
+        )
+        for at, room in enumerate(rooms)
     )
-    mark = ctypes.CFUNCTYPE(ctypes.c_int, word, word)(lambda event, stream: note("mark", event, stream))
-    copy = ctypes.CFUNCTYPE(ctypes.c_int, *[word] * 4)(
-        lambda to, place, size, stream: note("copy", to, place, size, stream)
-    )
-    return start, follow, mark, copy
+    gates.fly_on(fill, 5, 3, 12, carry, 1000, 128, (*where[1:], 1, 2, 11, 12, 2000, 16))
+    return [list(room) for room in rooms], refused
 
 
-def crossed(asked, refuses=None, *, arguments=4):
-    start, *others = played_driver(asked, refuses)
-    room, said = (ctypes.c_int64 * (arguments + 1))(), []
-    where = [ctypes.cast(one, ctypes.c_void_p).value for one in (start, *others)]
-    launch = gates.Launch(where[0], 0, 0, 0, ctypes.addressof(room), arguments, lambda *told: said.append(told), room)
-    gates.fly_on(launch, 5, 3, 12, 1000, 64, (*where[1:], 1, 2, 11, 12, 2000))
-    return list(room), said
+KERNELS = ("fill", "carry")
 
 
-def test_a_berth_is_filled_when_it_is_empty_and_copied_when_it_is_filled():
+def test_a_berth_is_filled_when_it_is_empty_and_emptied_when_it_is_filled():
     asked = []
-    room, said = crossed(asked)
+    rooms, refused = crossed(asked)
     assert asked == [
-        ("follow", 1, 12, 0), ("launch",), ("mark", 11, 1), ("follow", 2, 11, 0), ("copy", 1000, 2000, 64, 2),
-        ("mark", 12, 2),
+        ("follow", 1, 12, 0), ("fill",), ("mark", 11, 1), ("follow", 2, 11, 0), ("carry",), ("mark", 12, 2),
     ]  # fmt: skip
-    assert (room, said) == ([0, 0, 5, 3, 12], [])
+    assert rooms == [[0, 0, 5, 3, 12], [2000, 1000, 2, 16]]  # 128 bytes are two lines
+    assert refused == []
 
 
-@pytest.mark.parametrize(("refuses", "steps"), [("follow", 1), ("mark", 3), ("copy", 5)])
+@pytest.mark.parametrize(("refuses", "steps"), [("follow", 1), ("mark", 3)])
 def test_nothing_goes_on_from_where_the_driver_refused(refuses, steps):
     asked = []
-    with pytest.raises(RuntimeError, match="refused to bring 64 bytes beside the model: CUDA error 700"):
+    with pytest.raises(RuntimeError, match="refused to go on beside the model: CUDA error 700"):
         crossed(asked, refuses)
     assert len(asked) == steps
 
 
-def test_a_launch_that_is_refused_is_told_as_any_other():
-    asked = []
-    assert crossed(asked, "launch")[1] == [(700, 12)]
+@pytest.mark.parametrize(("refuses", "programs"), [("fill", 12), ("carry", 16)])
+def test_a_launch_that_is_refused_is_told_as_any_other(refuses, programs):
+    assert crossed([], refuses)[1] == [(700, programs)]
 
 
-def test_the_launch_of_another_kernel_fills_no_berth():
+@pytest.mark.parametrize("arguments", [(3, 3), (4, 4)])
+def test_the_launch_of_another_kernel_goes_through_no_berth(arguments):
     asked = []
-    with pytest.raises(TypeError, match="a launch takes 3 numbers, and how many programs"):
-        crossed(asked, arguments=3)
+    with pytest.raises(TypeError, match=r"a launch takes \d numbers, and how many programs"):
+        crossed(asked, arguments=arguments)
     assert asked == []
 
 

@@ -82,6 +82,7 @@ class Device:
         self.events = kind
         monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
         monkeypatch.setattr(ferrying, "ferrying", lambda device: lambda raw: lambda *numbers: self.launched.append(raw))
+        monkeypatch.setattr(ferrying, "carrying", lambda device: lambda raw: raw)
         for name, value in {
             "mem_get_info": lambda device: (8 << 30, 8 << 30),
             "Stream": Stream,
@@ -107,7 +108,7 @@ class Device:
         }.items():
             monkeypatch.setattr(lanes, name, value)
         monkeypatch.setattr(cargo, "Event", kind)
-        monkeypatch.setattr(berths, "crossing", lambda: (1, 2, 3))
+        monkeypatch.setattr(berths, "crossing", lambda: (1, 2))
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         with monkeypatch.context() as patched:
             patched.setattr(lanes.threading, "Thread", lambda **told: SimpleNamespace(start=lambda: None))
@@ -139,8 +140,8 @@ class Device:
         self.lane.ferry(held, 1, self.gates, self.berths)
         return [one.got for one in held]
 
-    def fly_on(self, launch, address, programs, everywhere, to, size, told):
-        self.crossed.append((size, told))
+    def fly_on(self, launch, address, programs, everywhere, carry, to, size, told):
+        self.crossed.append((size, carry, told))
 
 
 def unwanted(size):
@@ -434,9 +435,12 @@ def test_what_is_not_tiny_is_put_together_and_copied_beside(berthed):
     flights = berthed.ferry(5, 40, 50, 7, 30)
     assert [flights.index(one) for one in flights] == [0, 1, 1, 0, 4]  # the largest takes half of a share
     one, other = berthed.berths._berths
-    assert (berthed.launched, berthed.crossed) == ([0], [(90, one.told), (30, other.told)])
     side, (filled, left) = berthed.lane._side, other.events
-    assert other.told == (1, 2, 3, 0, side.cuda_stream, filled.cuda_event, left.cuda_event, other.address)
+    assert (berthed.launched, berthed.crossed) == (
+        [0],
+        [(90, side.cuda_stream, one.told), (30, side.cuda_stream, other.told)],
+    )
+    assert other.told == (1, 2, 0, side.cuda_stream, filled.cuda_event, left.cuda_event, other.address, 16)
 
 
 def test_a_berth_is_used_again_on_its_stream_and_for_what_fits(berthed):
@@ -496,9 +500,9 @@ def test_the_copies_are_where_their_tensors_were_told(berthed, monkeypatch):
             source, target, size = (ctypes.c_int64 * 3).from_address(address + 24 * number)
             ctypes.memmove(target, source, size)
 
-    def fly_on(launch, address, programs, everywhere, to, size, told):
+    def fly_on(launch, address, programs, everywhere, carry, to, size, told):
         launch(0, 0, address, programs, everywhere)
-        ctypes.memmove(to, told[-1], size)
+        ctypes.memmove(to, told[-2], size)
 
     monkeypatch.setitem(berthed.lane._ferries, 0, (launch, 4096))
     gates = native.load()
