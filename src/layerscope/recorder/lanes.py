@@ -263,13 +263,13 @@ class Lane:
                     carry = self._carrier or self._carrying()
                     gates.fly_on(launch, address, programs, everywhere, carry, target, size, berth.told)
                 flight.depart(flight.origin)
+                self._flying.append(flight)
             except BaseException:  # they were told where their copies will be, and those are not under way, or not all
                 for one in held:
                     one.got = None
                 flight.depart(self._origins.get(raw) or self._origin(raw), self._side)
                 self._flying.append(flight)
                 raise
-            self._flying.append(flight)
             if len(self._flying) > _FEW and not self._held:
                 self._retire_half()
 
