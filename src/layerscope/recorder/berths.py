@@ -19,6 +19,8 @@ from layerscope.stats.driver import crossing
 
 __all__ = ["Berth", "Berths"]
 
+_PAGE = 2 << 20  # bytes, in units of which torch gives memory of a device
+
 
 class Berth(NamedTuple):
     """Room for one share on a stream, and what `native/` is told of it."""
@@ -33,7 +35,8 @@ class Berth(NamedTuple):
 class Berths:
     """The berths of one recording on one device, got when they are first needed.
 
-    `share` is how many bytes are put together, at most: a quarter of all that waits.
+    `share` is how many bytes are put together, at most. No tensor that waits has more than an eighth of that, so that
+    five shares are the most that a step brings.
     """
 
     share = 16 << 20
@@ -48,11 +51,12 @@ class Berths:
         if known is not None and known.raw == raw and known.memory.numel() >= size:
             return known
         with undisturbed():
-            memory = torch.empty(max(size, self.share), dtype=torch.uint8, device=self._device)
+            memory = torch.empty(-(-size // _PAGE) * _PAGE, dtype=torch.uint8, device=self._device)
             memory.record_stream(side)  # whoever has this memory next waits for our copies, whenever we let go of it
         filled, left = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        filled.record(side)  # which makes them
-        left.record(side)
+        here = torch.cuda.current_stream(self._device)
+        filled.record(here)  # which makes them
+        left.record(here)
         address = memory.data_ptr()
         told = *crossing(), raw, side.cuda_stream, filled.cuda_event, left.cuda_event, address, CARRIERS
         made = Berth(memory, address, raw, (filled, left), told)

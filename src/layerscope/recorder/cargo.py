@@ -208,7 +208,7 @@ class Flight(Cargo):
     """Copies under way to page-locked memory; it holds on to that memory until they have landed.
 
     One is made in every step: what most of them never need is not made for each. Where several tensors were given room
-    together, `landing` is where, and a copy is a part of that.
+    together, `landing` is where, and a copy is a part of that; for as long as the flight is known, that is held too.
     """
 
     beside = False  # whether something flies on the side stream

@@ -1,4 +1,4 @@
-"""Many tensors to the host in one launch: kernels that write straight to page-locked memory (Triton).
+"""Many tensors to the host in one launch: kernels that write straight to page-locked memory, or to berths (Triton).
 
     ferry = ferrying(device)(stream)
     ferry(0, 0, address_of_entries, programs_to_each, how_many * programs_to_each)

@@ -196,6 +196,7 @@ class Gathering:
         """Hold nothing back any more."""
         self._thread = -1
         self.basket.bar()
+        self.basket.aim(None)
         self.gates.release([one.held for one in self._doubts])
         self._doubts.clear()
         self._trials.clear()
@@ -317,6 +318,7 @@ class Gathering:
         """Take what is held back, whoever's it is, and let go of the rest."""
         self.basket.shut()
         self.flush()
+        self.basket.aim(None)
         self._doubts.clear()
         self._trials.clear()
 

@@ -14,9 +14,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, partial
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ _TINY = 64 << 10  # bytes that a kernel brings as fast as the copy engine, toget
 _SMALL = 2 << 20  # bytes that the model's own stream copies: 40 us at most, and the copy needs no clone
 _BOUND = 10.0  # seconds that a hook waits for room on the device, at most
 _FEW = 16  # flights that nobody asks whether they have landed, while no memory is short
+_BOTH = -1  # the number of no stream: that of a flight for which none speaks alone
 
 # What torch asks CUDA, without its Python around it; a build without CUDA has none of them.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -231,9 +233,7 @@ class Lane:
         if small:
             self._fly_together(small, width, gates.room_for(small, width), gates, None)
         large = [one for one in held if one.items * width > self._tiny]
-        some = max(1, berths.share // room[2])
-        for number, at in enumerate(range(0, len(large), some)):
-            share = large[at : at + some]
+        for number, share in enumerate(_shares(large, width, berths.share)):
             room = gates.room_for(share, width)
             berth = berths.at(number, room[1], current_stream(self.place), self._side)
             self._fly_together(share, width, room, gates, berth)
@@ -268,10 +268,10 @@ class Lane:
                 for one in held:
                     one.got = None
                 flight.depart(self._origins.get(raw) or self._origin(raw), self._side)
+                flight.raw = _BOTH
                 self._flying.append(flight)
                 raise
-            if len(self._flying) > _FEW and not self._held:
-                self._retire_half()
+            self._retire_some()
 
     def _carrying(self) -> Launch:
         from layerscope.recorder.ferrying import carrying
@@ -383,6 +383,9 @@ class Lane:
                 flight.finish(error)
                 raise
             self._flying.append(flight)
+        self._retire_some()
+
+    def _retire_some(self) -> None:
         if self._held:
             self._retire()
         elif len(self._flying) > _FEW:
@@ -515,6 +518,23 @@ class Lane:
                 self._held -= cargo.size
                 self._changed.notify_all()
 
+
+def _shares(held: list[Any], width: int, most: int) -> Iterator[list[Any]]:
+    """Cut tensors into shares of so many bytes at most, those of like size together: each gets as many programs."""
+    share: list[Any] = []
+    size = 0
+    for one in sorted(held, key=_items):
+        mine = one.items * width + 63 & -64
+        if share and size + mine > most:
+            yield share
+            share, size = [], 0
+        share.append(one)
+        size += mine
+    if share:
+        yield share
+
+
+_items = attrgetter("items")
 
 _lanes: dict[int, Lane] = {}  # by the number of the device
 _making = threading.Lock()

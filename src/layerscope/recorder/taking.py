@@ -245,6 +245,7 @@ class Taking:
         """Have everything taken as it appears from now on."""
         assert self.gathering is not None
         self.gathering.give_up()
+        self._berths = None
         if not self._gave_up:
             self._gave_up = True
             _log.warning(

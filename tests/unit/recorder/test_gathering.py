@@ -481,3 +481,21 @@ def test_what_an_interrupt_leaves_is_taken_before_the_next_step():
     assert device.see("a", torch.randn(8))  # and the step never ends
     device.step(lambda: device.see("a", torch.randn(8)))
     device.assert_kept()
+
+
+@pytest.mark.parametrize("end", ["close", "give_up"])
+def test_the_ways_are_let_go_of_when_nothing_waits_any_more(end):
+    class Ferry:
+        """What may hold memory of a device."""
+
+        def __call__(self, held):
+            raise AssertionError("nothing waits")
+
+    ferry = Ferry()
+    alive = weakref.ref(ferry)
+    gathering = Device().gathering
+    gathering.basket.aim(gathering.gates.Way("tensor", torch.float32, None, None, ferry, None, 0, 0, 0))
+    del ferry
+    assert alive() is not None
+    getattr(gathering, end)()
+    assert alive() is None

@@ -399,7 +399,7 @@ def test_one_stream_does_not_speak_for_another(ready):
     assert first.cargo not in ready.lane._flying
 
 
-@pytest.mark.parametrize("occasion", ["when the next flight begins", "when it departs"])
+@pytest.mark.parametrize("occasion", ["when the next flight begins", "when it departs", "when others are ferried"])
 def test_clones_beside_are_let_go_of_at_the_next_occasion(occasion, monkeypatch):
     device = Device(monkeypatch, 4 * LARGE)
     lane = device.lane
@@ -416,6 +416,8 @@ def test_clones_beside_are_let_go_of_at_the_next_occasion(occasion, monkeypatch)
     lane._side.done = lane._side.queued
     if occasion == "when it departs":
         lanes.rest()
+    elif occasion == "when others are ferried":
+        device.ferry(10)
     else:
         device.fly(10)
     assert (lane._held, arrival.has_arrived, len(lane.spare)) == (0, True, 2)
@@ -425,22 +427,28 @@ def test_clones_beside_are_let_go_of_at_the_next_occasion(occasion, monkeypatch)
 
 
 @pytest.fixture
-def berthed(ready):
-    """A device whose kernel takes up to 10 bytes to the host, and whose berths take 100."""
-    ready.lane._tiny, ready.berths.share = 10, 100
+def berthed(ready, monkeypatch):
+    """A device whose kernel takes up to 10 bytes to the host, and whose berths take 200."""
+    monkeypatch.setattr(berths, "_PAGE", 100)
+    ready.lane._tiny, ready.berths.share = 10, 200
     return ready
 
 
-def test_what_is_not_tiny_is_put_together_and_copied_beside(berthed):
-    flights = berthed.ferry(5, 40, 50, 7, 30)
-    assert [flights.index(one) for one in flights] == [0, 1, 1, 0, 4]  # the largest takes half of a share
+def test_what_is_not_tiny_is_put_together_and_carried_beside(berthed):
+    flights = berthed.ferry(5, 40, 150, 7, 30)
+    assert [flights.index(one) for one in flights] == [0, 1, 2, 0, 1]
     one, other = berthed.berths._berths
     side, (filled, left) = berthed.lane._side, other.events
     assert (berthed.launched, berthed.crossed) == (
         [0],
-        [(90, side.cuda_stream, one.told), (30, side.cuda_stream, other.told)],
+        [(70, side.cuda_stream, one.told), (150, side.cuda_stream, other.told)],
     )
     assert other.told == (1, 2, 0, side.cuda_stream, filled.cuda_event, left.cuda_event, other.address, 16)
+
+
+def test_one_large_tensor_among_many_takes_no_room_from_the_others(berthed):
+    berthed.ferry(*[20] * 12, 180)
+    assert [size for size, _, _ in berthed.crossed] == [60, 60, 60, 60, 180]  # 20 bytes take 64
 
 
 def test_a_berth_is_used_again_on_its_stream_and_for_what_fits(berthed):
@@ -452,9 +460,15 @@ def test_a_berth_is_used_again_on_its_stream_and_for_what_fits(berthed):
     berthed.ferry(40, 50)
     [second] = berthed.berths._berths
     assert (second.raw, second.memory.numel()) == (1, 100)
-    berthed.ferry(400)
+    berthed.ferry(390)
     [third] = berthed.berths._berths
     assert third.memory.numel() == 400
+
+
+def test_a_new_berth_waits_for_nothing_that_others_carry(berthed):
+    berthed.ferry(190, 190)
+    for berth in berthed.berths._berths:
+        assert all(event.stream is berthed.streams[0] for event in berth.events)
 
 
 def test_what_goes_through_a_berth_has_arrived_when_the_side_stream_has_come_so_far(berthed):
@@ -491,6 +505,21 @@ def test_memory_that_may_be_written_to_is_held_though_nobody_is_told_of_it(size,
     assert not flight.has_landed()
     berthed.lane._side.done = berthed.lane._side.queued
     assert flight.has_landed()
+
+
+def test_no_stream_speaks_for_a_flight_that_was_broken_off(berthed, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(berthed.gates, "fly_on", lambda *numbers: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            berthed.ferry(50)
+    [flight], side = berthed.lane._flying, berthed.lane._side
+    for _ in range(3 * lanes._FEW):
+        berthed.ferry(50)
+        side.done = side.queued
+    assert flight in berthed.lane._flying
+    berthed.land()
+    berthed.ferry(50)
+    assert flight not in berthed.lane._flying
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=f"no gates: {native.why_not()}")
