@@ -173,8 +173,8 @@ class Watcher:
     def _rest(self) -> None:
         """Take hooks off, unless a forward that is due runs on another thread, or may be repeated."""
         with self._lock:
-            if self.regions and self.idle < _IDLE_WITH_REGIONS:
-                return
+            if self.idle < (_IDLE_WITH_REGIONS if self.regions else _IDLE):
+                return  # or one that is due has begun meanwhile
             everywhere = [calls for thread in self._threads.valuerefs() if (calls := thread()) is not None]
             if any(not step.idle for calls in everywhere for _, step, _, _, _ in calls[:1]):
                 return

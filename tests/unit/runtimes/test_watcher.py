@@ -21,6 +21,7 @@ from asserts import assert_no_hooks_left, assert_same_bits, hooks_on
 from layerscope.points import Moment
 from layerscope.runtimes import eager
 from layerscope.runtimes.sink import Seen, Step
+from layerscope.runtimes.watcher import Watcher
 
 OURS = 2  # hooks on each watched module
 
@@ -504,3 +505,16 @@ def test_a_compiled_part_is_not_compiled_again_when_hooks_come_and_go():
     assert counter.frame_count == 1
     assert {p.name for _, p, _ in sink.records} == {"", "1", "1.0", "1.1", "1.2"}
     torch._dynamo.reset()
+
+
+def test_hooks_stay_where_something_is_due_again_by_the_time_they_would_come_off():
+    layer, watcher = nn.Linear(2, 2), Watcher(Seen())
+    pair = watcher.pair(layer, "layer", frozenset({"output"}))
+    pair.on()
+    watcher.is_inside("layer")
+    watcher.idle = 1  # it was 2 when the lock was waited for, and a step that is due has begun since
+    watcher._rest()
+    assert layer._forward_hooks
+    watcher.idle = 2
+    watcher._rest()
+    assert not layer._forward_hooks
