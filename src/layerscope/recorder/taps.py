@@ -126,15 +126,17 @@ class Plan:
     _requests: dict[tuple[bool, ...], dict[int, Request]] = field(default_factory=dict)
     _askers: dict[tuple[str, Side, bool], list[tuple[Leaf, int]]] = field(default_factory=dict)
     _wishes: list[Wish] = field(default_factory=list)  # of each tap
-    _schedules: list[Schedule | None] = field(default_factory=list)  # one for all taps, or one of each
+    _own: list[Schedule | None] = field(default_factory=list)  # the schedules of the taps that have one
+    _shares: bool = False  # whether any tap has none,
+    _differs: bool = False  # and whether any has one
     _all: tuple[bool, ...] = ()  # what is due where all taps are,
     _none: tuple[bool, ...] = ()  # and where none is
 
     def __post_init__(self) -> None:
         self._wishes = [self._of(tap) for tap in self.taps]
-        self._schedules = [self.when if tap.when is None else tap.schedule for tap in self.taps]
-        if all(tap.when is None for tap in self.taps):
-            self._schedules = [self.when]
+        self._own = [None if tap.when is None else tap.schedule for tap in self.taps]
+        self._shares = any(own is None for own in self._own)
+        self._differs = any(own is not None for own in self._own)
         self._all, self._none = (True,) * len(self.taps), (False,) * len(self.taps)
         self._resolve()
 
@@ -175,10 +177,10 @@ class Plan:
 
     def due(self, moment: Moment) -> tuple[bool, ...]:
         """Tell for each tap whether its schedule says yes; the same object again where they say the same."""
-        schedules = self._schedules
-        if len(schedules) == 1:
-            return self._all if schedules[0] is None or schedules[0](moment) else self._none
-        return tuple([schedule is None or bool(schedule(moment)) for schedule in schedules])
+        usual = self._shares and (self.when is None or bool(self.when(moment)))
+        if not self._differs:
+            return self._all if usual else self._none
+        return tuple([usual if own is None else bool(own(moment)) for own in self._own])
 
     def op_named(self, qualified: str) -> str | None:
         """Return the name under which an operation that ran is recorded, None when no tap wants it."""

@@ -9,7 +9,7 @@ from layerscope.errors import BadText, NoSuchPoint
 from layerscope.patterns import Place
 from layerscope.points import Moment, Point
 from layerscope.recorder.taps import Request, Tap, Wish, plan, taps_of
-from layerscope.schedules import every, first
+from layerscope.schedules import every, first, when
 
 PLACES = [Place(""), Place("a", ("Linear",)), Place("b", ("ReLU",)), Place("c", ("Linear",))]
 DISK = Wish(tensor=True, summary=True, level="full")
@@ -74,6 +74,19 @@ def test_schedules_decide_what_is_due():
 def test_the_blocks_schedule_holds_for_taps_without_their_own():
     due = planned(["a", Tap("b", when=every(1))], when=first(1)).due
     assert due(Moment(step=5)) == (False, True)
+
+
+def test_a_schedule_that_taps_share_is_asked_once_at_each_moment():
+    asked = []
+    shared = when(lambda moment: asked.append(moment.step) or moment.step == 1, name="shared")
+    taps = [Tap("a"), Tap("b", when=every(2)), Tap("a")]
+    due = planned(taps, when=shared).due
+    assert [due(Moment(step=step)) for step in range(3)] == [
+        (False, True, False), (True, False, True), (False, True, False),
+    ]  # fmt: skip
+    assert asked == [0, 1, 2]
+    assert planned(taps[1:2], when=shared).due(Moment(step=4)) == (True,)
+    assert asked == [0, 1, 2]  # nobody goes by it
 
 
 def test_two_taps_on_one_point_add_up():
