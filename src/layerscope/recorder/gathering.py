@@ -319,6 +319,9 @@ class Gathering:
         self.basket.shut()
         self.flush()
         self.basket.aim(None)
+        if self._trials and not is_capturing():
+            with undisturbed():
+                self._judge()
         self._doubts.clear()
         self._trials.clear()
 

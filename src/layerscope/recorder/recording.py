@@ -216,7 +216,7 @@ class Recording:
         self._settings = settings
         self._plan = plan
         self._ledger = Ledger()
-        self._lock = threading.RLock()  # a schedule is somebody's function, which may ask for a moment
+        self._lock = threading.RLock()  # a schedule is somebody's function, which may run the model
         self._step: _Step | None = None
         self._idle = _Step(Moment())  # every step in which nothing is due
         self._pending: deque[_Waiting | Held] = deque()
@@ -306,8 +306,7 @@ class Recording:
         self._note = note
         if note:
             self._taking.shut()  # what is seen in the rest of a step has a note of its own
-        with self._lock:
-            self._clock.set(epoch=epoch, step=step, batch=batch)
+        self._clock.set(epoch=epoch, step=step, batch=batch)
 
     def flush(self) -> None:
         """Wait until everything recorded so far is safe: on disk and acknowledged, or arrived in memory."""
@@ -372,16 +371,16 @@ class Recording:
         """Start a step, or go on with the one the caller has named."""
         if self._listener is not None and not self._listener.wants():
             return self._idle
+        moment = self._clock.begin()
         with self._lock:
-            self._ledger.forwards += 1
-            moment = self._clock.begin()
             step = self._step
             if step is None or step.moment is not moment:
                 step = self._step = self._begun(moment)
+            self._ledger.forwards += 1
         gathering = self._taking.gathering
-        if gathering is not None and not step.idle:
+        if gathering is not None:
             try:
-                gathering.begin(None if step.whole or self._note else step)
+                gathering.begin(None if step.idle or step.whole or self._note else step)
             except Exception as error:
                 self._taking.gather_no_more(error)
         return step
@@ -407,8 +406,8 @@ class Recording:
     def end(self, step: Step, *, failed: bool) -> None:
         """Forget the tensors of the step; they are the model's again."""
         assert isinstance(step, _Step)
+        self._taking.end(idle=step.idle)
         if not step.idle:
-            self._taking.end()
             step.looks.clear()
             step.taken.clear()
             if not self._ledger.called.issuperset(step.calls):

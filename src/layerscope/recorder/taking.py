@@ -127,9 +127,12 @@ class Taking:
             return None
         return self.gathering.gates.Gate(self.gathering.basket, hook.kind, hook, hook.module, hook.name, local)
 
-    def end(self) -> None:
-        """End a step: what was held back is taken, and what is waited for from now on leaves at once."""
-        if self.gathering is not None:
+    def end(self, *, idle: bool = False) -> None:
+        """End a step: what was held back is taken, and what is waited for from now on leaves at once.
+
+        In an `idle` one nothing was, but a backward pass may have brought something since the last.
+        """
+        if self.gathering is not None and not idle:
             try:
                 self.gathering.end()
             except Exception as error:

@@ -14,6 +14,7 @@ from torch import nn
 from asserts import assert_same_bits
 from layerscope.errors import NothingRecorded
 from layerscope.recorder import Tap, record
+from layerscope.schedules import when
 
 LARGE = 1 << 16  # floats: a copy that lies in a chunk with others
 
@@ -323,3 +324,48 @@ def test_what_is_left_is_asked_to_leave_so_that_the_next_call_need_not_wait_for_
         assert slow.left == 1
         assert len(rec.take()) == 1
         assert slow.left == 1
+
+
+def test_a_moment_is_named_while_a_schedule_is_asked_on_another_thread():
+    asked, named = threading.Event(), threading.Event()
+
+    def wanted(moment):
+        asked.set()
+        return named.wait(5)
+
+    model = nn.Identity()
+    with record(model, ".", when=when(wanted, name="wanted")) as rec:
+        thread = threading.Thread(target=lambda: model(torch.ones(1)))
+        thread.start()
+        assert asked.wait(5)
+        rec.moment(epoch=3)
+        named.set()
+        thread.join()
+    assert len(rec.run.moments) == 1
+
+
+def test_a_forward_that_a_schedule_broke_off_did_not_run():
+    def wanted(moment):
+        if moment.step == 1:
+            raise KeyboardInterrupt
+        return True
+
+    model = nn.Identity()
+    with record(model, ".", when=when(wanted, name="wanted")) as rec:
+        model(torch.ones(1))
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1))
+    assert rec.completeness.forwards == 1
+
+
+def test_a_schedule_may_run_the_model():
+    model = nn.Identity()
+
+    def wanted(moment):
+        if moment.step == 0:
+            model(torch.ones(1))
+        return True
+
+    with record(model, ".", when=when(wanted, name="wanted")) as rec:
+        model(torch.zeros(1))
+    assert sorted(rec.run.tensor("", step=step).item() for step in (0, 1)) == [0, 1]

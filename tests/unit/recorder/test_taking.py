@@ -11,6 +11,7 @@ from torch import nn
 import layerscope as ls
 from asserts import assert_same_bits
 from layerscope.points import Point
+from layerscope.recorder import taking as module
 from layerscope.recorder.taking import Taking
 from layerscope.recorder.taps import Wish
 from layerscope.stats import summarize
@@ -103,6 +104,18 @@ def test_a_gathering_that_fails_is_given_up_and_said_once_and_the_step_goes_on(v
     assert broken.given_up == 2
     assert caplog.text.count("are taken one by one: RuntimeError: CUDA error 2") == 1
     assert len(rec.run.moments) == 2
+
+
+def test_a_step_in_which_nothing_is_due_begins_and_has_what_a_backward_pass_brought_leave(monkeypatch):
+    rests = []
+    monkeypatch.setattr(module, "rest", lambda: rests.append(len(gathering.heard)))
+    model, gathering = nn.Linear(2, 2), Broken()
+    with ls.record(model, ".", when="first(1)") as rec:
+        rec._taking.gathering = gathering
+        for _ in range(3):
+            model(torch.ones(1, 2))
+    assert gathering.heard == ["begin", "end", "begin", "begin"]
+    assert rests == [2, 3, 4]
 
 
 @pytest.mark.parametrize("only", ["full", "tensor"])

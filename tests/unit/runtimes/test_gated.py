@@ -519,6 +519,64 @@ def test_a_forward_that_was_broken_off_leaves_nothing_behind(assert_alike, taps,
     assert_alike(lambda: breaking(error), run, taps, **options)
 
 
+# Seldom due -------------------------------------------------------------------------------------
+
+
+def overwriting(since, error=None):
+    """A model whose part fills one and the same buffer in each step, and from some step on once more, uncounted."""
+
+    def part(m, x):
+        m.buffer.numpy()[:] = x.numpy() + 1
+        return m.buffer
+
+    def forward(m, x):
+        y = m.part(x)
+        m.count += 1
+        if m.count == error:
+            raise KeyboardInterrupt
+        if m.count > since:
+            y.numpy()[:] = -9
+        return m.last(y * 1)
+
+    model = Holder(forward, part=Holder(part), last=nn.Identity())
+    model.part.buffer, model.count = torch.zeros(2, 4), 0
+    return model
+
+
+def test_a_point_that_is_seldom_due_is_tried_each_time(assert_alike):
+    def run(model, here):
+        for step in range(480):
+            model(X + step)
+
+    gated, plain = assert_twice_apart(assert_alike, lambda: overwriting(120), run, when="every(40)")
+    assert [float(value[0, 0]) for value in gated.values] == [float(value[0, 0]) for value in plain.values]
+
+
+def test_what_an_interrupt_left_is_taken_before_a_step_in_which_nothing_is_due(assert_alike):
+    def run(model, here):
+        for step in range(9):
+            with contextlib.suppress(KeyboardInterrupt):
+                model(X + step)
+
+    assert_alike(lambda: overwriting(100, error=4), run, "part", when="first(4)", passes=False)
+
+
+@pytest.mark.parametrize("steps", [34, 60])
+def test_a_trial_in_the_last_step_that_is_due_is_judged(assert_alike, steps):
+    def run(model, here):
+        for step in range(steps):
+            model(X + step)
+
+    gated, _ = assert_twice_apart(assert_alike, lambda: overwriting(20), run, when="first(34)")
+    [missing] = gated.account.missing
+    assert "in a way that torch does not count" in missing.reason
+
+
+def assert_twice_apart(twice, make, run, **options):
+    """Record with gates and plainly, where what is said of it may differ."""
+    return tuple(twice.record(make, run, "part", gated=gated, **options) for gated in (True, False))
+
+
 @WAYS
 @pytest.mark.parametrize("part", ["first", "first.two", "second.two"])
 @pytest.mark.parametrize("where", ["begin", "outer", "inner"])
