@@ -42,8 +42,10 @@ def report(model: Any) -> bool:
             name = f"synchronisations of a {'training step' if train else 'forward'}, {kind} of everything"
             checks[name] = partial(synchronisations, options, train=train)
     checks["the check for synchronisations can fail"] = a_synchronising_hook
-    checks["bits of 1,000 steps, 64 KiB tensors"] = partial(a_thousand_steps, rows=64)
-    checks["bits of 1,000 steps, 3 MiB tensors"] = partial(a_thousand_steps, rows=3072)
+    for in_place, sizes in ((True, {"64 KiB": 64, "3 MiB": 3072}), (False, {"64 KiB": 64, "1 MiB": 1024})):
+        for size, rows in sizes.items():
+            name = f"bits of 1,000 steps, {size} tensors {'changed in place' if in_place else 'taken together'}"
+            checks[name] = partial(a_thousand_steps, rows=rows, in_place=in_place)
     for kind, options in KINDS.items():
         checks[f"outputs, loss and gradients, {kind} of everything"] = partial(training_bits, options)
     summaries: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -174,22 +176,26 @@ def small_step(*, train: bool, attention: str = "sdpa") -> tuple[Callable[[], An
 
 
 class Residual(nn.Module):
-    """Four layers whose outputs, and what they were given, are changed in place right after."""
+    """Four layers whose outputs, and what they were given, may be changed in place right after."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_place: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.in_place = in_place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x += layer(x).tanh_()
+            if self.in_place:
+                x += layer(x).tanh_()
+            else:
+                x = x + layer(x).tanh()
         return x
 
 
-def a_thousand_steps(*, rows: int, steps: int = 1000) -> str:
+def a_thousand_steps(*, rows: int, in_place: bool, steps: int = 1000) -> str:
     """What is recorded of a busy device is what a clone in a plain hook is, and memory is used again and again."""
     torch.manual_seed(0)
-    model = Residual().to("cuda")
+    model = Residual(in_place=in_place).to("cuda")
     cloned: list[torch.Tensor] = []
     kept: list[torch.Tensor] = []
     same = 0
