@@ -68,10 +68,10 @@ def statistics_of(*first, level):
     statistics = devices.Statistics()
     for tensor in first:
         assert_like_the_cpu(statistics._anyhow(tensor, level)(), tensor, level=level)
-    for desk in statistics.desks.values():
+    for desk in statistics._desks.values():
         desk.place = PLACE
         desk.key = (PLACE, *desk.key[1:])
-    statistics.desks = {desk.key: desk for desk in statistics.desks.values()}
+    statistics._desks = {desk.key: desk for desk in statistics._desks.values()}
     return statistics
 
 
@@ -130,7 +130,7 @@ def test_what_was_taken_of_a_float64_tensor_does_not_change_how_others_are_taken
 def test_a_page_that_cannot_be_gathered_is_not_waited_for(host, monkeypatch):
     x = values(torch.float32, 8)
     statistics = statistics_of(x, level="moments")
-    [desk] = statistics.desks.values()
+    [desk] = statistics._desks.values()
     later = statistics.start(x, "moments")
     monkeypatch.setattr(desk.slots, "gather", lambda used: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -144,7 +144,7 @@ def test_a_page_that_cannot_be_gathered_is_not_waited_for(host, monkeypatch):
 def test_more_tensors_than_there_are_slots_are_taken_in_several_goes(host, monkeypatch):
     tensors = [values(torch.float32, 8) + number for number in range(7)]
     statistics = statistics_of(tensors[0], level="moments")
-    [desk] = statistics.desks.values()
+    [desk] = statistics._desks.values()
     desk.slots.size = 3
     found, _ = together(statistics, tensors, "moments")
     statistics.close()
@@ -189,7 +189,7 @@ def test_a_trial_is_lost_where_the_values_change_and_won_where_they_do_not(gathe
 
 
 def test_what_waits_goes_its_way_in_c_from_the_second_time_on_over_as_many_pages_as_it_takes(gathered, monkeypatch):
-    [desk] = gathered.statistics.desks.values()
+    [desk] = gathered.statistics._desks.values()
     desk.slots.size = 3
     points = [Request(Point(f"p{number}"), MOMENTS) for number in range(7)]
     rest = []
@@ -257,7 +257,7 @@ def test_a_way_over_a_page_that_could_not_be_gathered_is_not_gone_again(host, mo
     kept = []
     gathered = Gathering(GATES, PLACE, take_all=take_all, alone=alone, keep=kept.append, doubtful=lambda point: None)
     step(0), step(1)
-    [desk] = statistics.desks.values()
+    [desk] = statistics._desks.values()
     with monkeypatch.context() as patched:
         patched.setattr(desk.slots, "gather", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
@@ -296,7 +296,7 @@ def test_an_interrupt_before_the_launch_leaves_nobody_another_tensors_numbers(ho
     def interrupted(*numbers):
         raise KeyboardInterrupt
 
-    [desk] = statistics.desks.values()
+    [desk] = statistics._desks.values()
     monkeypatch.setattr(desk, "together", lambda dtype: interrupted)
     with pytest.raises(KeyboardInterrupt):
         statistics.start_all("moments", torch.float32, held, GATES)
@@ -322,7 +322,7 @@ def test_nothing_is_launched_while_another_device_is_the_current_one(host, monke
         monkeypatch.setattr(module, "is_alone", lambda: False)
     monkeypatch.setattr(lanes, "_current_device", lambda: here[-1])
     statistics = statistics_of(values(torch.bfloat16, 100), level="moments")
-    [desk] = statistics.desks.values()
+    [desk] = statistics._desks.values()
     starting_all, gather, kept = desk.slots.starting_all, desk.slots.gather, []
 
     def watched(launch):

@@ -30,6 +30,7 @@ from layerscope.recorder.lanes import (
     is_current,
     lane_of,
     lies_plainly,
+    rest,
 )
 from layerscope.stats import Summary, summarize
 
@@ -53,7 +54,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.desks: dict[_Key, _Desk] = {}
+        self._desks: dict[_Key, _Desk] = {}
         self._last: dict[Level, _Desk] = {}  # that was used at each level
         self._broken: str | None = None
 
@@ -110,7 +111,7 @@ class Statistics:
         nobody has asked for such statistics yet, or no page-locked memory is there to tell the device where they lie.
         """
         place = held[0].tensor.get_device()
-        desk = self.desks.get((place, current_stream(place), level, False))
+        desk = self._desks.get((place, current_stream(place), level, False))
         together = None if desk is None else desk.together(dtype)
         if desk is None or together is None:
             return None
@@ -122,7 +123,7 @@ class Statistics:
     def _turn(self, desk: _Desk) -> bool:
         """See to it that there is a page with a slot that is free, and a table; whether there is."""
         with self._lock:
-            return self.desks.get(desk.key) is desk and self._page(desk).table != 0  # not one that `_send` gave up
+            return self._desks.get(desk.key) is desk and self._page(desk).table != 0  # not one that `_send` gave up
 
     def _page(self, desk: _Desk) -> _Page:
         """Return the page of a desk, another one if all its slots are taken."""
@@ -132,17 +133,18 @@ class Statistics:
 
     def fetch(self) -> None:
         """Hear that a step has ended: what is waited for from now on leaves at once."""
-        for desk in list(self.desks.values()):
+        rest()
+        for desk in list(self._desks.values()):
             if desk.page is not None:
                 desk.page.over = True
 
     def close(self) -> None:
         """Send for what is left, and give the memory on the device back."""
         with self._lock:
-            for desk in list(self.desks.values()):
+            for desk in list(self._desks.values()):
                 with suppress(Exception):  # whoever waits for the numbers is told
                     self._send(desk)
-            self.desks.clear()
+            self._desks.clear()
             self._last.clear()
 
     def _give_up(self, error: Exception) -> None:
@@ -211,9 +213,9 @@ class Statistics:
         return page
 
     def _desk_of(self, key: _Key, where: torch.device) -> _Desk:
-        desk = self.desks.get(key)
+        desk = self._desks.get(key)
         if desk is None:
-            desk = self.desks[key] = _Desk(key, where)
+            desk = self._desks[key] = _Desk(key, where)
         return desk
 
     def _send(self, desk: _Desk) -> None:
@@ -227,7 +229,7 @@ class Statistics:
                 page.sheet = desk.slots.gather(page.aboard)
             page.lane.send(page)
         except BaseException as error:  # what is in the slots is not known any more
-            self.desks.pop(desk.key, None)
+            self._desks.pop(desk.key, None)
             self._last = {level: other for level, other in self._last.items() if other is not desk}
             page.finish(error)
             raise

@@ -649,6 +649,7 @@ def test_a_module_may_call_itself():
     assert len(doorway.kept) == 2
 
 
+@pytest.mark.filterwarnings("ignore:module forward hook with")  # torch's, where the stack ends in a hook
 def test_a_module_that_calls_itself_for_ever_is_told_so():
     def ask():
         doorway = Doorway().ready()
