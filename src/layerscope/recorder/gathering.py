@@ -272,9 +272,7 @@ class Gathering:
         if self._thread != get_ident():
             return
         self.basket.shut()
-        left = self.basket.sweep()
-        if left is not None:
-            self._rest(left)
+        self.flush()
         if self._doubts:
             self._try()
 

@@ -43,7 +43,7 @@ _log = logging.getLogger("layerscope")
 _STAGE = 16 << 20
 _MOST = 2 << 30  # bytes of clones a device holds at most, if a quarter of its free memory is not less
 _TOGETHER = 256 << 20  # bytes of clones that leave before anybody has asked for one, if a quarter of that is not less
-_TINY = 64 << 10  # bytes that a kernel brings as fast as the copy engine, together with others
+_TINY = 64 << 10  # bytes that a kernel on the model's own stream takes to the host, together with others
 _SMALL = 2 << 20  # bytes that the model's own stream copies: 40 us at most, and the copy needs no clone
 _BOUND = 10.0  # seconds that a hook waits for room on the device, at most
 _FEW = 16  # flights that nobody asks whether they have landed, while no memory is short
@@ -523,7 +523,7 @@ def _shares(held: list[Any], width: int, most: int) -> Iterator[list[Any]]:
     """Cut tensors into shares of so many bytes at most, those of like size together: each gets as many programs."""
     share: list[Any] = []
     size = 0
-    for one in sorted(held, key=_items):
+    for one in sorted(held, key=attrgetter("items")):
         mine = one.items * width + 63 & -64
         if share and size + mine > most:
             yield share
@@ -533,8 +533,6 @@ def _shares(held: list[Any], width: int, most: int) -> Iterator[list[Any]]:
     if share:
         yield share
 
-
-_items = attrgetter("items")
 
 _lanes: dict[int, Lane] = {}  # by the number of the device
 _making = threading.Lock()

@@ -24,7 +24,7 @@ from layerscope.recorder.berths import Berths
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, undisturbed
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.gathering import Gathering, Held
-from layerscope.recorder.lanes import flying, is_capturing, lane_of, rest
+from layerscope.recorder.lanes import flying, is_capturing, lane_of
 from layerscope.recorder.taps import Level, Only, Plan, Request, Wish
 from layerscope.stats import Summary, backend, prepare, summarize
 from layerscope.stats.bits import lying
@@ -138,9 +138,7 @@ class Taking:
             except Exception as error:
                 self.gather_no_more(error)
         try:
-            if self._devices.desks:
-                self._devices.fetch()
-            rest()
+            self._devices.fetch()
         except Exception as error:  # whoever waits for the values is told
             _log.warning("after a step: %s: %s", type(error).__name__, error)
 

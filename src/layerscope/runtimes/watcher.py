@@ -116,12 +116,10 @@ class Watcher:
             if step.idle:
                 self.is_inside(name)
                 return None
-        else:
-            pair = self._pairs.get(name)
-            is_known = pair is not None and pair.entry and not pair.inside  # to begin forwards, and do nothing else
-            if not (is_known or self._may_begin(pair)):
-                return None
+        elif self._may_begin(name):
             step = self.sink.begin()
+        else:
+            return None
         number = next(step.calls[name])
         special: Special | None = None
         if follow and not step.idle:
@@ -129,16 +127,18 @@ class Watcher:
         elif hook.graded and not step.idle:
             self.regions.may_repeat(name, step, number)
         calls.append((name, step, number, frame, special))
-        if outer is None and (step.idle or self.idle or self._off):
+        if outer is None:
             self._begun(step)
         return calls[-1]
 
-    def _may_begin(self, pair: Pair | None) -> bool:
+    def _may_begin(self, name: str) -> bool:
         """Tell whether a call with none around it begins a forward: one that began unseen stays unseen to its end."""
+        pairs = self._pairs
+        pair = pairs.get(name)
         if pair is None:
             return False  # the watch has just ended
         if pair.inside:
-            watched = {id(other.module) for other in self._pairs.values()}
+            watched = {id(other.module) for other in pairs.values()}
             around = islice(modules_running(), 1, None)  # the first is the call itself
             if any(id(module) in watched for module in around):
                 return False
@@ -193,7 +193,7 @@ class Watcher:
                 self.sink.recomputed(hook.name)
             return
         outer = self.local.innermost()
-        if outer is None and not self._may_begin(self._pairs.get(hook.name)):
+        if outer is None and not self._may_begin(hook.name):
             return
         runs = [run for run in runs_of(hook.module) if outer is None or run is not outer[3]]
         if outer is None:

@@ -11,7 +11,7 @@ from torch import nn
 import layerscope as ls
 from asserts import assert_same_bits
 from layerscope.points import Point
-from layerscope.recorder import taking as module
+from layerscope.recorder import devices
 from layerscope.recorder.taking import Taking
 from layerscope.recorder.taps import Wish
 from layerscope.stats import summarize
@@ -108,7 +108,7 @@ def test_a_gathering_that_fails_is_given_up_and_said_once_and_the_step_goes_on(v
 
 def test_a_step_in_which_nothing_is_due_begins_and_has_what_a_backward_pass_brought_leave(monkeypatch):
     rests = []
-    monkeypatch.setattr(module, "rest", lambda: rests.append(len(gathering.heard)))
+    monkeypatch.setattr(devices, "rest", lambda: rests.append(len(gathering.heard)))
     model, gathering = nn.Linear(2, 2), Broken()
     with ls.record(model, ".", when="first(1)") as rec:
         rec._taking.gathering = gathering
