@@ -22,7 +22,7 @@ from layerscope.stats.launching import ANY, Launching, jit, launching, tl
 __all__ = ["BLOCK", "CARRIERS", "carrying", "ferrying"]
 
 BLOCK = 4096  # bytes that a program takes
-CARRIERS = 16  # programs
+CARRIERS = 2  # programs
 _LOAD = 16384  # bytes that a carrier takes at a time
 
 

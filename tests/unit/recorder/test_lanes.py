@@ -22,6 +22,7 @@ from layerscope import native
 from layerscope.recorder import berths, cargo, ferrying, lanes, pinned
 from layerscope.recorder.berths import Berths
 from layerscope.recorder.cargo import Arrival, Carried
+from layerscope.recorder.ferrying import CARRIERS
 from layerscope.recorder.pinned import Pinned
 from layerscope.stats.device import Gathered, Sheet, numbers
 
@@ -443,7 +444,7 @@ def test_what_is_not_tiny_is_put_together_and_carried_beside(berthed):
         [0],
         [(70, side.cuda_stream, one.told), (150, side.cuda_stream, other.told)],
     )
-    assert other.told == (1, 2, 0, side.cuda_stream, filled.cuda_event, left.cuda_event, other.address, 16)
+    assert other.told == (1, 2, 0, side.cuda_stream, filled.cuda_event, left.cuda_event, other.address, CARRIERS)
 
 
 def test_one_large_tensor_among_many_takes_no_room_from_the_others(berthed):
