@@ -5,6 +5,7 @@ On a GPU the same is tested with real streams, in tests/runtimes/test_cuda.py.
 
 from __future__ import annotations
 
+import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -125,6 +126,90 @@ def test_what_was_taken_of_a_float64_tensor_does_not_change_how_others_are_taken
     alone, ([at_once], _) = statistics.start(x, "full"), together(statistics, [x], "full")
     assert_like_the_cpu(alone(), x)
     assert_like_the_cpu(at_once(), x)
+
+
+class Slow(Host):
+    """A lane on which nothing arrives before somebody waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.under_way = []
+
+    def send(self, cargo):
+        self.under_way.append(cargo)
+
+    def arrive(self, cargo, seconds):
+        assert seconds == devices._BOUND
+        assert self.under_way.pop(0) is cargo
+        super().send(cargo)
+        return True
+
+
+@pytest.fixture
+def slow(host, monkeypatch):
+    """Statistics of pages of two tensors, of which two are on the device at most; and their lane."""
+    slow, tensors = Slow(), [values(torch.float32, 9 + size) for size in range(12)]
+    statistics = statistics_of(tensors[0], level="moments")
+    [desk] = statistics._desks.values()
+    desk.lane, desk.slots.size = slow, 2
+    desk._most = 2 * desk.slots.sheet_of(2)
+    monkeypatch.setattr(devices._Page, "arrive", lambda page, seconds=None: slow.arrive(page, seconds))
+    return SimpleNamespace(lane=slow, statistics=statistics, desk=desk, tensors=tensors)
+
+
+def starting(slow, tensors):
+    """Start tensors, and tell how many pages were on the device after each."""
+    found = []
+    for tensor in tensors:
+        later = slow.statistics.start(tensor, "moments")
+        found.append((later, len(slow.lane.under_way)))
+    return found
+
+
+def test_the_device_holds_so_many_pages_and_the_next_waits_for_the_first(slow):
+    found = starting(slow, slow.tensors)
+    assert [pages for _, pages in found] == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2]
+    for (later, _), tensor in zip(found[:6], slow.tensors, strict=False):
+        assert_like_the_cpu(later(), tensor, level="moments")
+    slow.desk._most = float("inf")
+    assert [pages for _, pages in starting(slow, slow.tensors[:4])] == [3, 3, 4, 4]  # nobody else holds them back
+
+
+def test_pages_that_have_left_are_not_waited_for(slow):
+    starting(slow, slow.tensors[:6])
+    for page in slow.lane.under_way:
+        Host.send(slow.lane, page)
+    slow.lane.under_way = []
+    starting(slow, slow.tensors[:1])
+    assert [len(slow.desk.sent), len(slow.lane.under_way)] == [1, 1]
+
+
+def test_statistics_that_never_leave_are_waited_for_once_and_none_is_lost(slow, monkeypatch, caplog):
+    asked = []
+    monkeypatch.setattr(slow.lane, "arrive", lambda page, seconds: asked.append(page))
+    found = starting(slow, slow.tensors)
+    assert [pages for _, pages in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert len(asked) == 1
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said == "statistics did not leave device -1 for 10 s: it holds more than 36 MiB of them from now on"
+    for page in slow.lane.under_way:
+        Host.send(slow.lane, page)
+    for (later, _), tensor in zip(found[:10], slow.tensors, strict=False):
+        assert_like_the_cpu(later(), tensor, level="moments")
+
+
+def test_an_interrupt_while_a_page_waits_loses_nothing(slow, monkeypatch):
+    found = starting(slow, slow.tensors[:6])
+    with monkeypatch.context() as patched:
+        patched.setattr(slow.lane, "arrive", lambda page, seconds: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            slow.statistics.start(slow.tensors[6], "moments")
+    found += starting(slow, slow.tensors[6:])
+    slow.statistics.close()
+    for page in slow.lane.under_way:
+        Host.send(slow.lane, page)
+    for (later, _), tensor in zip(found, slow.tensors, strict=True):
+        assert_like_the_cpu(later(), tensor, level="moments")
 
 
 def test_a_page_that_cannot_be_gathered_is_not_waited_for(host, monkeypatch):

@@ -18,7 +18,7 @@ import zoo
 from asserts import assert_same_bits
 from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, values
 from layerscope.errors import Unsupported
-from layerscope.recorder import lanes
+from layerscope.recorder import devices, lanes
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.lanes import arriving, lane_of
 from layerscope.stats import summarize
@@ -274,6 +274,20 @@ def test_the_forward_does_not_wait_for_the_device(keep):
         rec.flush()
         assert woken.query()
     assert rec.completeness.records == 5
+
+
+def test_a_device_that_lags_holds_no_more_than_a_page_of_full_statistics():
+    statistics, x = Statistics(), values(torch.float32, 1000).cuda()
+    statistics.of(x)()  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    woken = asleep()
+    laters = [statistics.of(x) for _ in range(600)]
+    assert torch.cuda.max_memory_allocated() - before <= devices._MOST
+    assert woken.query(), "four pages were gathered before the device had done the first: this tested nothing"
+    for later in (laters[0], laters[300], laters[-1]):
+        assert_like_the_cpu(later(), x.cpu())
 
 
 def test_large_and_many_tensors_arrive(lane):

@@ -102,7 +102,7 @@ class Cargo(ABC):
         """See to it that it leaves; a second call does nothing."""
 
     @abstractmethod
-    def arrive(self) -> None:
+    def arrive(self) -> object:
         """Wait until it is there, after it has left."""
 
     @abstractmethod
@@ -154,9 +154,9 @@ class Carried(Cargo):
     def unload(self) -> None:
         """Bring it to the host; in the lane's thread."""
 
-    def arrive(self) -> None:
-        """Wait for the thread."""
-        self._unloaded.wait()
+    def arrive(self, seconds: float | None = None) -> bool:
+        """Wait for the thread, so long at most; whether it has brought it, or has told why it cannot."""
+        return self._unloaded.wait(seconds)
 
     def _pause(self, seconds: float) -> None:
         self._unloaded.wait(seconds)

@@ -4,13 +4,16 @@
 
 Nothing in a hook synchronises. One launch on the model's own stream takes the numbers of a tensor, or of many at once
 (`gathering.py` says when that can wait), so that a later in-place operation cannot reach them; the numbers of many
-tensors are gathered by one more launch and leave together, by the device's lane (`lanes.py`).
+tensors are gathered by one more launch and leave together, by the device's lane (`lanes.py`). Only where so many are
+gathered before the first have left that the device would hold too much of it, the hook waits for those.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
 __all__ = ["Later", "Statistics"]
 
 _log = logging.getLogger("layerscope")
+
+_MOST = 36 << 20  # bytes of sheets that have not left a device, of one stream: a full page of full statistics
+_BOUND = 10.0  # seconds that a hook waits for them, at most
 
 
 class Statistics:
@@ -220,6 +226,8 @@ class Statistics:
 
     def _send(self, desk: _Desk) -> None:
         """Have a page's numbers gathered; its slots are free again, in the order of the stream."""
+        if desk.page is not None:
+            desk.make_way(desk.page.aboard)
         page, desk.page = desk.page, None
         if page is None or not page.aboard:
             return
@@ -228,6 +236,7 @@ class Statistics:
             with undisturbed(), nullcontext() if here else torch.cuda.stream(page.origin):
                 page.sheet = desk.slots.gather(page.aboard)
             page.lane.send(page)
+            desk.sent.append(page)
         except BaseException as error:  # what is in the slots is not known any more
             self._desks.pop(desk.key, None)
             self._last = {level: other for level, other in self._last.items() if other is not desk}
@@ -249,6 +258,8 @@ class _Desk:
         self.slots = device.Slots(where, level, self.stream, wide=wide)
         self.known: dict[torch.dtype, tuple[Start, str]] = {}
         self.page: _Page | None = None
+        self.sent: deque[_Page] = deque()  # whose sheets may still be on the device
+        self._most = float(_MOST)
         self._together: dict[torch.dtype, StartAll | None] = {}
 
     def together(self, dtype: torch.dtype) -> StartAll | None:
@@ -256,6 +267,21 @@ class _Desk:
         if dtype not in self._together:
             self._together[dtype] = self.slots.starting_all(dtype)
         return self._together[dtype]
+
+    def make_way(self, used: int) -> None:
+        """Wait for pages that were sent, where the device would hold too much with another one; but not for ever."""
+        while self.sent and self.sent[0].is_finished:
+            self.sent.popleft()
+        held = sum(self.slots.sheet_of(page.aboard) for page in self.sent) + self.slots.sheet_of(used)
+        while self.sent and held > self._most:
+            if not self.sent[0].arrive(_BOUND):
+                self._most = math.inf
+                _log.warning(
+                    "statistics did not leave device %d for %g s: it holds more than %d MiB of them from now on",
+                    self.place, _BOUND, _MOST >> 20,
+                )  # fmt: skip
+                return
+            held -= self.slots.sheet_of(self.sent.popleft().aboard)
 
 
 class _Page(Carried):
@@ -279,9 +305,9 @@ class _Page(Carried):
     def unload(self) -> None:
         from layerscope.stats.device import Gathered
 
-        assert self.sheet is not None
-        self.gathered = Gathered.read(self.sheet, self.lane.bring)
-        self.sheet = None
+        sheet, self.sheet = self.sheet, None
+        assert sheet is not None
+        self.gathered = Gathered.read(sheet, self.lane.bring)
         self.reads.clear()
 
 

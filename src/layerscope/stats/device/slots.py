@@ -102,9 +102,13 @@ class Slots:
         self._programs = _most_programs(device)
         self._gather = _gathering(device, self._buckets)(stream)
 
+    def sheet_of(self, used: int) -> int:
+        """Return how many bytes a sheet of so many slots takes, however few of them are written to."""
+        return 8 * used * (HEAD + self._buckets)
+
     def gather(self, used: int) -> Sheet:
         """Launch the gathering of the first `used` slots."""
-        words = torch.empty(used * (HEAD + self._buckets), dtype=torch.int64, device=self._device)
+        words = torch.empty(self.sheet_of(used) // 8, dtype=torch.int64, device=self._device)
         turns = self._turns
         self._turns = turns[1], turns[0]
         self._gather(*self._lying, *turns, words.data_ptr(), used)
