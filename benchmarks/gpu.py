@@ -3,12 +3,13 @@
     PYTHONPATH=src python3 -m benchmarks.gpu [prefill train short token] [--rounds N] [--naive]
                                              [--only table|kernels|checks]
 
-The model is a 24-layer Llama of 1.3 B parameters in bfloat16 with random weights. A lap is a few steps back to back,
-until the model's own stream has finished them: that is what the model feels. What is still on its way to the host then
-is waited for outside the lap. 4 x 2048 tokens keep the device busy; at 1 x 512 tokens and at one token the forward
-waits for Python, so every microsecond of a hook counts, and the host's speed changes by more than that from one lap to
-the next: there, six steps of the model take turns with six of a twin that shares its weights and is not recorded, and
-a step is over when it returns. `--naive` times what scripts do too.
+The model is a 24-layer Llama of 1.3 B parameters in bfloat16 with random weights. A few steps of it back to back take
+turns with as many of a twin that shares its weights and is not recorded: the host's speed, and that of a device which
+draws all the power that it may, change by more than a recording costs. 4 x 2048 tokens keep the device busy, so that a
+step is over when the model's own stream has finished it: that is what the model feels. At 1 x 512 tokens and at one
+token the forward waits for Python, so every microsecond of a hook counts, and a step is over when it returns. What is
+still on its way to the host then is on its way beside the steps that follow. Two models of which neither is recorded
+show what the method makes of nothing. `--naive` times what scripts do too.
 
 It exits with 1 if a check failed or a recording lost something; a ratio over its limit is only marked.
 """
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -30,34 +30,51 @@ import layerscope as ls
 from benchmarks import gpu_checks, kernels
 from benchmarks.gpu_checks import EVERYTHING, LAYERS, first, lost, why
 from benchmarks.llama import large
-from benchmarks.pairing import Lap, Ratio, Seconds, in_turn, paired, ratio_of_turns, table, taking_turns
+from benchmarks.pairing import HOST, Clock, Seconds, in_turn, plain_of, ratio_of_turns, table, taking_turns
 from benchmarks.timing import machine
 
 PARTS = ("table", "kernels", "checks")
-LAPS = 2  # in a round, where steps take turns
+NOTHING = "nothing"  # the ratio of two models of which neither is recorded
+
+
+def mark_of_stream() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between_marks(earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+    later.synchronize()
+    return earlier.elapsed_time(later) / 1e3
+
+
+STREAM = Clock(mark_of_stream, between_marks)
 
 
 class Case(NamedTuple):
-    """A step to be timed, how many of them (or turns of six) make a lap, and how many come before that, untimed.
+    """A step to be timed, by which clock, and how many laps of how many turns of how many steps.
 
-    A device at rest runs faster than one that has worked for a while. And small tensors are held back to the end of a
-    step once that was tried, up to 48 MB of them in a step: the inputs and outputs of 1 x 512 tokens are 700 MB.
+    Recorded steps come before each lap, untimed. A device that was at rest is faster for a while, and then slower. And
+    small tensors are held back to the end of a step once that was tried, up to 48 MB of them in a step: the inputs and
+    outputs of 1 x 512 tokens are 700 MB.
     """
 
     name: str
     shape: tuple[int, int]
     train: bool
-    steps: int
+    clock: Clock
+    laps: int
+    turns: int
+    of: int
     warm_up: int
     warm_up_of_all: int
-    alternates: bool = False
 
 
 CASES = {
-    "prefill": Case("prefill 4 x 2048", (4, 2048), False, 6, 10, 10),
-    "train": Case("train 4 x 2048", (4, 2048), True, 2, 3, 3),
-    "short": Case("prefill 1 x 512", (1, 512), False, 4, 6, 40, True),
-    "token": Case("one token", (1, 1), False, 4, 6, 6, True),
+    "prefill": Case("prefill 4 x 2048", (4, 2048), False, STREAM, 8, 6, 4, 16, 16),
+    "train": Case("train 4 x 2048", (4, 2048), True, STREAM, 8, 5, 3, 4, 4),
+    "short": Case("prefill 1 x 512", (1, 512), False, HOST, 40, 4, 6, 6, 40),
+    "token": Case("one token", (1, 1), False, HOST, 40, 4, 6, 6, 6),
 }
 
 
@@ -66,7 +83,7 @@ class Recorded(NamedTuple):
 
     taps: Any
     options: Mapping[str, Any]
-    limits: tuple[float, ...] = ()
+    limits: tuple[float, ...]
 
 
 RECORDED = {
@@ -128,7 +145,7 @@ def arguments() -> argparse.Namespace:
         prog="benchmarks.gpu", description="Time and check recording on a GPU, against the same steps without it."
     )
     parser.add_argument("cases", nargs="*", type=known, metavar="CASE", help=f"of the table: {', '.join(CASES)}")
-    parser.add_argument("--rounds", type=several, default=21, help="laps of every variant (21)")
+    parser.add_argument("--rounds", type=several, help="laps of every variant, instead of 8 or 40")
     parser.add_argument("--naive", action="store_true", help="time what scripts do in a hook as well")
     parser.add_argument("--only", choices=PARTS, help="one part instead of all three")
     return parser.parse_args()
@@ -146,24 +163,30 @@ def several(text: str) -> int:
     return int(text)
 
 
-def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
+def tabled(model: Any, key: str, *, rounds: int | None, naive: bool) -> bool:
     """Time the variants of one case and print their table; return whether nothing was lost and nothing raised."""
     case, failures = CASES[key], {}
     try:
-        plain, variants = laps_of(model, case, failures, naive=naive)
+        variants = laps_of(model, case, failures, naive=naive)
         for name, lap in list(variants.items()):
             try:
-                lap()  # kernels are compiled and memory is got before anything is timed
-                lap()
+                lap(1)  # kernels are compiled and memory is got before anything is timed
             except Exception as error:
                 failures[name] = why(error)
                 del variants[name]
-        ratios, alone = (in_turns if case.alternates else paired)(plain, variants, rounds=rounds)
+        laps: dict[str, list[Seconds]] = {name: [] for name in variants}
+        for name in in_turn(variants, rounds or case.laps):
+            laps[name].append(variants[name](case.turns))
         place = list(CASES).index(key)
-        limits = {name: wanted.limits[place] for name, wanted in RECORDED.items() if wanted.limits}
-        laps = f"{LAPS} x {case.steps} turns of six steps" if case.alternates else f"{case.steps} steps"
-        title = f"{case.name}, {rounds} rounds of {laps}"
-        print(table(title, ratios, plain=alone, limits=limits), flush=True)
+        print(
+            table(
+                f"{case.name}, {rounds or case.laps} laps of {case.turns} turns of {case.of} steps",
+                {name: ratio_of_turns(mine, of=case.of) for name, mine in laps.items()},
+                plain=plain_of([lap for mine in laps.values() for lap in mine], of=case.of),
+                limits={name: wanted.limits[place] for name, wanted in RECORDED.items()},
+            ),
+            flush=True,
+        )
     except Exception as error:
         failures["the table"] = why(error)
     finally:
@@ -173,30 +196,18 @@ def tabled(model: Any, key: str, *, rounds: int, naive: bool) -> bool:
     return not failures
 
 
-def in_turns(
-    plain: Lap, variants: Mapping[str, Callable[[], Seconds]], *, rounds: int
-) -> tuple[dict[str, Ratio], list[float]]:
-    """Return the ratios of variants whose steps take turns with plain ones, and laps of the plain run."""
-    laps: dict[str, list[Seconds]] = {name: [] for name in variants}
-    for name in in_turn(variants, rounds):
-        laps[name] += [variants[name]() for _ in range(LAPS)]
-    return {name: ratio_of_turns(seconds) for name, seconds in laps.items()}, [plain() for _ in range(rounds)]
-
-
 def twin_of(model: Any) -> Any:
     """Return a model with modules of its own and the same weights."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
-def laps_of(
-    model: Any, case: Case, failures: dict[str, str], *, naive: bool
-) -> tuple[Lap, dict[str, Callable[[], Any]]]:
-    """Return the lap of the plain run and those of every variant; what a recording lost is put in `failures`."""
+def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) -> dict[str, Callable[[int], Seconds]]:
+    """Return the laps of every variant, by how many turns; what a recording lost is put in `failures`."""
     ids = torch.randint(0, 32000, case.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    models = [model, *([twin_of(model)] if case.alternates else [])]  # the one that is recorded comes first
+    models = [model, twin_of(model)]  # the one that is recorded comes first
 
-    def step(which: int = 0) -> None:
+    def step(which: int, release: Callable[[], object] = lambda: None) -> None:
         model = models[which]
         if case.train:
             model.zero_grad(set_to_none=True)
@@ -204,62 +215,46 @@ def laps_of(
         else:
             with torch.no_grad():
                 model(input_ids=ids, use_cache=False)
+        release()
 
-    def plain() -> float:
-        return timed(lambda: None, warm_up=case.warm_up)
+    def lap(turns: int, release: Callable[[], object] = lambda: None, *, warm_up: int = case.warm_up) -> Seconds:
+        other, plain = partial(step, 0, release), partial(step, 1)
+        later = models[0] is model  # in every other lap: how fast a device is after a rest goes up and down
+        for one in [other] * warm_up + [plain] * (1 + later * case.of):
+            one()
+        taken = taking_turns(other, plain, turns=turns, of=case.of, clock=case.clock)
+        models.reverse()  # two that are alike are not equally fast
+        return taken
 
-    def lap(release: Callable[[], object] = lambda: None, *, warm_up: int = case.warm_up) -> float | Seconds:
-        if not case.alternates:
-            return timed(release, warm_up=warm_up)
-        for which in [0] * warm_up + [1]:
-            step(which)
-        torch.cuda.synchronize()
-        return taking_turns(step, partial(step, 1), turns=case.steps)
-
-    def timed(release: Callable[[], object], *, warm_up: int) -> float:
-        for _ in range(warm_up):
-            step()
-            release()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(case.steps):
-            step()
-            release()
-        torch.cuda.current_stream().synchronize()
-        return (time.perf_counter() - began) / case.steps
-
-    def hooked(keep: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
-        def run() -> Any:
+    def hooked(keep: Callable[[torch.Tensor], Any]) -> Callable[[int], Seconds]:
+        def run(turns: int) -> Seconds:
             kept: list[Any] = []
             with ExitStack() as stack:
                 for layer in models[0].model.layers:
                     hook = layer.register_forward_hook(lambda m, a, out: kept.append(keep(first(out).detach())))
                     stack.callback(hook.remove)
-                taken = lap()
-            models.append(models.pop(0))  # two that are alike are not equally fast
-            return taken
+                return lap(turns, kept.clear)
 
         return run
 
-    def recorded(name: str, wanted: Recorded) -> Callable[[], Any]:
-        def run() -> Any:
+    def recorded(name: str, wanted: Recorded) -> Callable[[int], Seconds]:
+        def run(turns: int) -> Seconds:
             with ls.record(models[0], wanted.taps, weights=False, **wanted.options) as rec:
                 # Page-locked memory is released per step where a few of them would fill it.
                 large = "keep" not in wanted.options and case.shape[0] * case.shape[1] > 512
                 release = partial(rec.take, leave=1) if large else lambda: None
                 of_all = wanted.taps is EVERYTHING and "when" not in wanted.options
-                taken = lap(release, warm_up=case.warm_up_of_all if of_all else case.warm_up)
+                taken = lap(turns, release, warm_up=case.warm_up_of_all if of_all else case.warm_up)
                 rec._pending.clear()  # nobody reads them
             if reason := lost(rec, due="when" not in wanted.options):
                 failures[name] = reason
-            models.append(models.pop(0))
             return taken
 
         return run
 
     variants = {name: hooked(keep) for name, keep in NAIVE.items() if naive}
     variants |= {name: recorded(name, wanted) for name, wanted in RECORDED.items()}
-    return plain, variants
+    return {NOTHING: lap, **variants}
 
 
 if __name__ == "__main__":

@@ -1,31 +1,38 @@
-"""Ratios on a machine whose speed changes while one looks: whatever is timed stands between plain runs of the same.
+"""Ratios on a machine whose speed changes while one looks: steps of two kinds take turns.
 
-    ratios, plain = paired(step, {"recorded": recorded}, rounds=21)
-    print(table("prefill", ratios, plain=plain, limits={"recorded": 1.02}))
+    laps = [taking_turns(recorded, plain, turns=4, of=6) for _ in range(20)]
+    print(table("prefill", {"recorded": ratio_of_turns(laps, of=6)}, plain=plain_of(laps, of=6), limits={}))
 
-A lap returns its seconds per step, and its ratio is that to the mean of the plain laps before and after it: what
-changes slower than a lap is in all three. The median is taken over rounds. Where a step is all Python, steps take turns
-within a lap (`taking_turns`), and what changes slower than a few of them is in all.
+What changes slower than a few steps is in both kinds of them.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Lap", "Ratio", "Seconds", "in_turn", "judged", "paired", "ratio_of_turns", "table", "taking_turns"]
+__all__ = [
+    "HOST",
+    "Clock",
+    "Ratio",
+    "Seconds",
+    "in_turn",
+    "judged",
+    "plain_of",
+    "ratio_of_turns",
+    "table",
+    "taking_turns",
+]
 
-Lap = Callable[[], float]
 Step = Callable[[], object]
 Seconds = np.ndarray[Any, np.dtype[np.float64]]
 
-_TURN = 6  # steps
 _RESAMPLED = 200
 
 
@@ -36,22 +43,14 @@ class Ratio(NamedTuple):
     error: float
 
 
-def paired(plain: Lap, variants: Mapping[str, Lap], *, rounds: int) -> tuple[dict[str, Ratio], list[float]]:
-    """Return the ratio of every variant, and all laps of the plain run, of which one more is run.
+class Clock(NamedTuple):
+    """Marks a moment; tells the seconds from an earlier mark to a later one, when all steps have been asked for."""
 
-    Garbage is collected between laps, never in one.
-    """
-    found: dict[str, list[float]] = {name: [] for name in variants}
-    laps = [plain()]
-    for name in in_turn(variants, rounds):
-        lap = variants[name]()
-        laps.append(plain())
-        found[name].append(lap / statistics.fmean(laps[-2:]))
-    return {name: _median(ratios) for name, ratios in found.items()}, laps
+    mark: Callable[[], Any]
+    between: Callable[[Any, Any], float]
 
 
-def _median(ratios: Sequence[float]) -> Ratio:
-    return Ratio(statistics.median(ratios), 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)))
+HOST = Clock(lambda: time.perf_counter(), lambda earlier, later: later - earlier)
 
 
 def in_turn(variants: Iterable[str], rounds: int) -> Iterator[str]:
@@ -67,34 +66,43 @@ def in_turn(variants: Iterable[str], rounds: int) -> Iterator[str]:
                 gc.enable()
 
 
-def taking_turns(other: Step, plain: Step, *, turns: int) -> Seconds:
-    """Return the seconds of steps that take turns, six of a kind back to back: plain, other, plain, other, ... plain.
+def taking_turns(other: Step, plain: Step, *, turns: int, of: int, clock: Clock = HOST) -> Seconds:
+    """Return the seconds of steps, so many of a kind back to back: plain, other, plain, other, ... plain.
 
-    A step is over when it returns: this is for steps that the host takes longer to ask for than the device to do.
+    By the host's clock a step is over when it returns: that is for steps that the host takes longer to ask for than the
+    device to do.
     """
-    marks = [time.perf_counter()]
-    for step in [plain] * _TURN + ([other] * _TURN + [plain] * _TURN) * turns:
+    marks = [clock.mark()]
+    for step in [plain] * of + ([other] * of + [plain] * of) * turns:
         step()
-        marks.append(time.perf_counter())
-    return np.diff(marks)
+        marks.append(clock.mark())
+    return np.array([clock.between(*both) for both in pairwise(marks)])
 
 
-def ratio_of_turns(laps: Sequence[Seconds]) -> Ratio:
+def ratio_of_turns(laps: Sequence[Seconds], *, of: int) -> Ratio:
     """Return the ratio of steps that took turns with plain ones.
 
-    The first of each six is left out: it pays for the change. The others are set against the plain ones on both sides,
+    The first of each turn is left out: it pays for the change. The others are set against the plain ones on both sides,
     the median of each is taken over the laps, and of those the mean: what is paid in the fifth step of every lap is
     paid, as is what a step leaves to a thread and the next one feels; what happens in one lap of many is the machine's.
     """
-    logarithms = np.log(np.array(laps))
+    turns = _turns(np.log(np.array(laps)), of)
     drawn = np.random.default_rng(0).integers(0, len(laps), (_RESAMPLED, len(laps)))
-    return Ratio(_of_turns(logarithms), statistics.stdev(_of_turns(logarithms[which]) for which in drawn))
+    return Ratio(_ratio(turns), statistics.stdev(_ratio(turns[which]) for which in drawn))
 
 
-def _of_turns(logarithms: Seconds) -> float:
-    laps = len(logarithms)
-    sixes = logarithms.reshape(laps, -1, _TURN)[:, :, 1:]
-    plain, others = sixes[:, 0::2], sixes[:, 1::2]
+def plain_of(laps: Sequence[Seconds], *, of: int) -> list[float]:
+    """Return the seconds of all plain steps that count."""
+    return _turns(np.array(laps), of)[:, 0::2].ravel().tolist()
+
+
+def _turns(laps: Seconds, of: int) -> Seconds:
+    """Cut laps into turns, without the first step of each."""
+    return laps.reshape(len(laps), -1, of)[:, :, 1:]
+
+
+def _ratio(logarithms: Seconds) -> float:
+    plain, others = logarithms[:, 0::2], logarithms[:, 1::2]
     usual = np.median(np.concatenate([plain[:, :-1], plain[:, 1:]], 2), 2, keepdims=True)
     return float(np.exp(np.median(others - usual, 0)).mean())
 

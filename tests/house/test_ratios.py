@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,7 +45,7 @@ class Clock:
         laps = []
         for _ in range(count):
             self.steps = 0  # each is a recording of its own
-            laps.append(pairing.taking_turns(self.other, self.plain, turns=4))
+            laps.append(pairing.taking_turns(self.other, self.plain, turns=4, of=6))
             between()
         return laps
 
@@ -68,7 +71,7 @@ def played(pairing, monkeypatch):
     ids=["none", "in the step", "in the one after it", "in every fifth", "much, in both"],
 )  # fmt: skip
 def test_steps_that_take_turns_pay_for_what_they_cost(pairing, played, costs, ratio):
-    found = pairing.ratio_of_turns(played(**costs).laps(pairing, 4))
+    found = pairing.ratio_of_turns(played(**costs).laps(pairing, 4), of=6)
     assert found.value == pytest.approx(ratio)
     assert found.error == pytest.approx(0, abs=1e-9)
 
@@ -77,7 +80,7 @@ def test_a_step_after_another_kind_of_step_is_left_out(pairing, played):
     laps = played(in_it=0.02).laps(pairing, 4)
     for lap in laps:
         lap[::6] += 0.5
-    assert pairing.ratio_of_turns(laps).value == pytest.approx(1.02)
+    assert pairing.ratio_of_turns(laps, of=6).value == pytest.approx(1.02)
 
 
 def test_a_machine_whose_speed_changes_from_lap_to_lap_changes_nothing(pairing, played):
@@ -86,7 +89,7 @@ def test_a_machine_whose_speed_changes_from_lap_to_lap_changes_nothing(pairing, 
     def between():
         clock.slow *= 1.1
 
-    found = pairing.ratio_of_turns(clock.laps(pairing, 5, between=between))
+    found = pairing.ratio_of_turns(clock.laps(pairing, 5, between=between), of=6)
     assert found.value == pytest.approx(1.02)
     assert found.error == pytest.approx(0, abs=1e-9)
 
@@ -95,7 +98,25 @@ def test_a_step_in_which_the_machine_stops_is_one_of_many(pairing, played):
     laps = played(in_it=0.02).laps(pairing, 9)
     for number, lap in enumerate(laps[:4]):
         lap[number * 7 : number * 7 + 7] += 9.0
-    assert pairing.ratio_of_turns(laps).value == pytest.approx(1.02)
+    assert pairing.ratio_of_turns(laps, of=6).value == pytest.approx(1.02)
+
+
+def test_a_machine_that_swings_after_each_rest_is_met_a_turn_later_in_every_other_lap(pairing, played):
+    clock = played(in_it=0.02)
+
+    def at(count, step):
+        clock.slow = 1 - 0.1 * math.sin(2 * math.pi * next(count) / 12)
+        step()
+
+    def lap(later):
+        count = itertools.count()
+        plain, other = (partial(at, count, step) for step in (clock.plain, clock.other))
+        for _ in range(later):
+            plain()
+        return pairing.taking_turns(other, plain, turns=4, of=6)
+
+    assert pairing.ratio_of_turns([lap(0), lap(6)] * 4, of=6).value == pytest.approx(1.02, abs=0.01)
+    assert pairing.ratio_of_turns([lap(0), lap(0)] * 4, of=6).value > 1.1
 
 
 def test_the_error_is_that_of_the_laps(pairing):
@@ -103,7 +124,7 @@ def test_the_error_is_that_of_the_laps(pairing):
 
     def found(count):
         laps = [np.exp(random.normal(0, 0.05, 54)) for _ in range(count)]
-        return pairing.ratio_of_turns(laps)
+        return pairing.ratio_of_turns(laps, of=6)
 
     many = [found(40) for _ in range(60)]
     spread = np.std([ratio.value for ratio in many])
@@ -111,8 +132,16 @@ def test_the_error_is_that_of_the_laps(pairing):
     assert np.mean([ratio.error for ratio in many]) == pytest.approx(spread, rel=0.4)
 
 
-def test_a_lap_is_set_against_the_plain_ones_before_and_after_it(pairing):
-    plain, other = iter([1.0, 3.0, 2.0, 2.0]), iter([3.0, 5.0, 3.0])
-    ratios, laps = pairing.paired(lambda: next(plain), {"other": lambda: next(other)}, rounds=3)
-    assert ratios["other"].value == 1.5  # of 1.5, 2.0, 1.5
-    assert laps == [1.0, 3.0, 2.0, 2.0]
+def test_turns_are_as_long_as_they_are_said_to_be(pairing):
+    lap = np.array([9.0, 1.0, 3.0, 9.0, 4.0, 8.0, 9.0, 1.0, 3.0])
+    found = pairing.ratio_of_turns([lap, lap], of=3)
+    assert found.value == pytest.approx((4 + 8) / 2 / 3**0.5)  # the median of logarithms
+    assert pairing.plain_of([lap, lap], of=3) == [1.0, 3.0, 1.0, 3.0] * 2
+
+
+def test_seconds_are_those_of_the_clock_and_told_when_all_was_asked_for(pairing):
+    asked = []
+    clock = pairing.Clock(lambda: len(asked), lambda earlier, later: later - earlier + len(asked) / 100)
+    seconds = pairing.taking_turns(lambda: asked.extend("oo"), lambda: asked.append("p"), turns=1, of=2, clock=clock)
+    assert seconds.tolist() == pytest.approx([1.08, 1.08, 2.08, 2.08, 1.08, 1.08])
+    assert "".join(asked) == "ppoooopp"
