@@ -152,7 +152,7 @@ def slow(host, monkeypatch):
     statistics = statistics_of(tensors[0], level="moments")
     [desk] = statistics._desks.values()
     desk.lane, desk.slots.size = slow, 2
-    desk._most = 2 * desk.slots.sheet_of(2)
+    desk.bound = 2 * desk.slots.sheet_of(2)
     monkeypatch.setattr(devices._Page, "arrive", lambda page, seconds=None: slow.arrive(page, seconds))
     return SimpleNamespace(lane=slow, statistics=statistics, desk=desk, tensors=tensors)
 
@@ -171,7 +171,7 @@ def test_the_device_holds_so_many_pages_and_the_next_waits_for_the_first(slow):
     assert [pages for _, pages in found] == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2]
     for (later, _), tensor in zip(found[:6], slow.tensors, strict=False):
         assert_like_the_cpu(later(), tensor, level="moments")
-    slow.desk._most = float("inf")
+    slow.desk.bound = float("inf")
     assert [pages for _, pages in starting(slow, slow.tensors[:4])] == [3, 3, 4, 4]  # nobody else holds them back
 
 
@@ -182,6 +182,26 @@ def test_pages_that_have_left_are_not_waited_for(slow):
     slow.lane.under_way = []
     starting(slow, slow.tensors[:1])
     assert [len(slow.desk.sent), len(slow.lane.under_way)] == [1, 1]
+
+
+def test_a_page_that_is_asked_for_leaves_without_waiting(slow):
+    found = starting(slow, slow.tensors[:6])
+    found[-1][0].leave()
+    assert len(slow.lane.under_way) == 3
+    assert [pages for _, pages in starting(slow, slow.tensors[:3])] == [3, 3, 2]  # the next full one does wait, for two
+
+
+def test_while_one_waits_the_others_go_on(slow, monkeypatch):
+    arrive, locked = slow.lane.arrive, []
+
+    def watched(page, seconds):
+        locked.append(slow.statistics._lock.locked())
+        return arrive(page, seconds)
+
+    monkeypatch.setattr(slow.lane, "arrive", watched)
+    starting(slow, slow.tensors)
+    together(slow.statistics, slow.tensors, "moments")
+    assert locked == [False] * 9
 
 
 def test_statistics_that_never_leave_are_waited_for_once_and_none_is_lost(slow, monkeypatch, caplog):

@@ -283,9 +283,12 @@ def test_a_device_that_lags_holds_no_more_than_a_page_of_full_statistics():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     woken = asleep()
-    laters = [statistics.of(x) for _ in range(600)]
+    laters = [statistics.of(x) for _ in range(256)]
+    assert not woken.query(), "the device came too soon: this would test nothing"
+    laters += [statistics.of(x)]  # the second page is full, and the first has not left
+    assert woken.query()
+    laters += [statistics.of(x) for _ in range(600)]
     assert torch.cuda.max_memory_allocated() - before <= devices._MOST
-    assert woken.query(), "four pages were gathered before the device had done the first: this tested nothing"
     for later in (laters[0], laters[300], laters[-1]):
         assert_like_the_cpu(later(), x.cpu())
 

@@ -47,7 +47,7 @@ __all__ = ["Later", "Statistics"]
 
 _log = logging.getLogger("layerscope")
 
-_MOST = 36 << 20  # bytes of sheets that have not left a device, of one stream: a full page of full statistics
+_MOST = 36 << 20  # bytes of sheets of one desk that have not left, with the next full page: one of full statistics
 _BOUND = 10.0  # seconds that a hook waits for them, at most
 
 
@@ -128,6 +128,7 @@ class Statistics:
 
     def _turn(self, desk: _Desk) -> bool:
         """See to it that there is a page with a slot that is free, and a table; whether there is."""
+        self._make_way(desk)
         with self._lock:
             return self._desks.get(desk.key) is desk and self._page(desk).table != 0  # not one that `_send` gave up
 
@@ -192,6 +193,8 @@ class Statistics:
         self, desk: _Desk, known: tuple[Start, str], address: int, count: int, shape: torch.Size
     ) -> Later | None:
         begin, name = known
+        if desk.page is not None and desk.page.aboard == desk.slots.size:
+            self._make_way(desk)
         try:
             with self._lock:
                 page = self._page(desk)
@@ -204,6 +207,23 @@ class Statistics:
             self._give_up(error)
             return None
         return Later(page, index, name, shape)
+
+    def _make_way(self, desk: _Desk) -> None:
+        """Wait, where the device would hold too much with another full page; but not for ever.
+
+        Without the lock: others go on, and one of them may be what the device waits for.
+        """
+        while True:
+            with self._lock:
+                page = desk.in_the_way()
+            if page is None:
+                return
+            if not page.arrive(_BOUND):
+                desk.bound = math.inf
+                _log.warning(
+                    "statistics did not leave device %d for %g s: it holds more than %d MiB of them from now on",
+                    desk.place, _BOUND, _MOST >> 20,
+                )  # fmt: skip
 
     def _opened(self, desk: _Desk) -> _Page:
         def leave() -> None:
@@ -226,8 +246,6 @@ class Statistics:
 
     def _send(self, desk: _Desk) -> None:
         """Have a page's numbers gathered; its slots are free again, in the order of the stream."""
-        if desk.page is not None:
-            desk.make_way(desk.page.aboard)
         page, desk.page = desk.page, None
         if page is None or not page.aboard:
             return
@@ -259,7 +277,7 @@ class _Desk:
         self.known: dict[torch.dtype, tuple[Start, str]] = {}
         self.page: _Page | None = None
         self.sent: deque[_Page] = deque()  # whose sheets may still be on the device
-        self._most = float(_MOST)
+        self.bound = float(_MOST)  # of bytes of sheets
         self._together: dict[torch.dtype, StartAll | None] = {}
 
     def together(self, dtype: torch.dtype) -> StartAll | None:
@@ -268,20 +286,14 @@ class _Desk:
             self._together[dtype] = self.slots.starting_all(dtype)
         return self._together[dtype]
 
-    def make_way(self, used: int) -> None:
-        """Wait for pages that were sent, where the device would hold too much with another one; but not for ever."""
+    def in_the_way(self) -> _Page | None:
+        """Return the page that has to leave before the open one, which is full, may be gathered, if there is one."""
         while self.sent and self.sent[0].is_finished:
             self.sent.popleft()
-        held = sum(self.slots.sheet_of(page.aboard) for page in self.sent) + self.slots.sheet_of(used)
-        while self.sent and held > self._most:
-            if not self.sent[0].arrive(_BOUND):
-                self._most = math.inf
-                _log.warning(
-                    "statistics did not leave device %d for %g s: it holds more than %d MiB of them from now on",
-                    self.place, _BOUND, _MOST >> 20,
-                )  # fmt: skip
-                return
-            held -= self.slots.sheet_of(self.sent.popleft().aboard)
+        if not self.sent or self.page is None or self.page.aboard < self.slots.size:
+            return None
+        held = sum(self.slots.sheet_of(page.aboard) for page in (*self.sent, self.page))
+        return self.sent[0] if held > self.bound else None
 
 
 class _Page(Carried):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -508,6 +509,7 @@ class Lane:
                 self._follow(self._stream.cuda_stream, cargo.ready.cuda_event)
             cargo.unload()
         except BaseException as raised:
+            traceback.clear_frames(raised.__traceback__)  # which would hold memory of the device
             error = raised
         try:
             cargo.finish(error)

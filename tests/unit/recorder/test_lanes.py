@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import weakref
 from collections import deque
 from contextlib import nullcontext, suppress
 from queue import Empty, SimpleQueue
@@ -672,6 +673,21 @@ def test_a_sheet_of_numbers_that_the_stage_does_not_hold_is_read_in_parts(device
     for found, size, begin in zip(read, sizes, begins, strict=True):
         assert found.buckets.places.tolist() == places[begin : begin + size].tolist()
         assert found.buckets.counts.tolist() == counts[begin : begin + size].tolist()
+
+
+def test_what_went_wrong_in_the_thread_is_known_and_holds_nothing(device):
+    held = []
+
+    def fail():
+        sheet = np.zeros(4)
+        held.append(weakref.ref(sheet))
+        raise RuntimeError("CUDA error 400")
+
+    sack = Sack(device, fail)
+    device.lane.send(sack)
+    device.work()
+    assert str(sack._error) == "CUDA error 400"
+    assert held[0]() is None
 
 
 def test_a_cargo_without_clones_does_not_ask_for_the_lock_that_a_model_may_hold(device, monkeypatch):
