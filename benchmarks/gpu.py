@@ -33,6 +33,8 @@ from benchmarks.llama import large
 from benchmarks.pairing import HOST, Clock, Seconds, in_turn, plain_of, ratio_of_turns, table, taking_turns
 from benchmarks.timing import machine
 
+Lap = Callable[[int, int], Seconds]  # by how many turns, and how many plain steps later they begin
+
 PARTS = ("table", "kernels", "checks")
 NOTHING = "nothing"  # the ratio of two models of which neither is recorded
 
@@ -158,8 +160,8 @@ def known(text: str) -> str:
 
 
 def several(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} rounds have no spread; take 2 or more")
+    if not text.isdecimal() or int(text) < 4:
+        raise argparse.ArgumentTypeError(f"{text!r} laps have no spread; take 4 or more")
     return int(text)
 
 
@@ -170,19 +172,20 @@ def tabled(model: Any, key: str, *, rounds: int | None, naive: bool) -> bool:
         variants = laps_of(model, case, failures, naive=naive)
         for name, lap in list(variants.items()):
             try:
-                lap(1)  # kernels are compiled and memory is got before anything is timed
+                lap(1, 0)  # kernels are compiled and memory is got before anything is timed
             except Exception as error:
                 failures[name] = why(error)
                 del variants[name]
         laps: dict[str, list[Seconds]] = {name: [] for name in variants}
         for name in in_turn(variants, rounds or case.laps):
-            laps[name].append(variants[name](case.turns))
+            later = 5 * len(laps[name]) % (2 * case.of)  # how fast a device is after a rest goes up and down
+            laps[name].append(variants[name](case.turns, later))
         place = list(CASES).index(key)
         print(
             table(
                 f"{case.name}, {rounds or case.laps} laps of {case.turns} turns of {case.of} steps",
                 {name: ratio_of_turns(mine, of=case.of) for name, mine in laps.items()},
-                plain=plain_of([lap for mine in laps.values() for lap in mine], of=case.of),
+                plain={name: plain_of(mine, of=case.of) for name, mine in laps.items()},
                 limits={name: wanted.limits[place] for name, wanted in RECORDED.items()},
             ),
             flush=True,
@@ -202,8 +205,8 @@ def twin_of(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
-def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) -> dict[str, Callable[[int], Seconds]]:
-    """Return the laps of every variant, by how many turns; what a recording lost is put in `failures`."""
+def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) -> dict[str, Lap]:
+    """Return the laps of every variant; what a recording lost is put in `failures`."""
     ids = torch.randint(0, 32000, case.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     models = [model, twin_of(model)]  # the one that is recorded comes first
 
@@ -217,34 +220,35 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
                 model(input_ids=ids, use_cache=False)
         release()
 
-    def lap(turns: int, release: Callable[[], object] = lambda: None, *, warm_up: int = case.warm_up) -> Seconds:
+    def lap(
+        turns: int, later: int, release: Callable[[], object] = lambda: None, *, warm_up: int = case.warm_up
+    ) -> Seconds:
         other, plain = partial(step, 0, release), partial(step, 1)
-        later = models[0] is model  # in every other lap: how fast a device is after a rest goes up and down
-        for one in [other] * warm_up + [plain] * (1 + later * case.of):
+        for one in [other] * warm_up + [plain] * (1 + later):
             one()
         taken = taking_turns(other, plain, turns=turns, of=case.of, clock=case.clock)
-        models.reverse()  # two that are alike are not equally fast
+        models.reverse()
         return taken
 
-    def hooked(keep: Callable[[torch.Tensor], Any]) -> Callable[[int], Seconds]:
-        def run(turns: int) -> Seconds:
+    def hooked(keep: Callable[[torch.Tensor], Any]) -> Lap:
+        def run(turns: int, later: int) -> Seconds:
             kept: list[Any] = []
             with ExitStack() as stack:
                 for layer in models[0].model.layers:
                     hook = layer.register_forward_hook(lambda m, a, out: kept.append(keep(first(out).detach())))
                     stack.callback(hook.remove)
-                return lap(turns, kept.clear)
+                return lap(turns, later, kept.clear)
 
         return run
 
-    def recorded(name: str, wanted: Recorded) -> Callable[[int], Seconds]:
-        def run(turns: int) -> Seconds:
+    def recorded(name: str, wanted: Recorded) -> Lap:
+        def run(turns: int, later: int) -> Seconds:
             with ls.record(models[0], wanted.taps, weights=False, **wanted.options) as rec:
                 # Page-locked memory is released per step where a few of them would fill it.
                 large = "keep" not in wanted.options and case.shape[0] * case.shape[1] > 512
                 release = partial(rec.take, leave=1) if large else lambda: None
                 of_all = wanted.taps is EVERYTHING and "when" not in wanted.options
-                taken = lap(turns, release, warm_up=case.warm_up_of_all if of_all else case.warm_up)
+                taken = lap(turns, later, release, warm_up=case.warm_up_of_all if of_all else case.warm_up)
                 rec._pending.clear()  # nobody reads them
             if reason := lost(rec, due="when" not in wanted.options):
                 failures[name] = reason

@@ -101,11 +101,12 @@ def test_a_step_in_which_the_machine_stops_is_one_of_many(pairing, played):
     assert pairing.ratio_of_turns(laps, of=6).value == pytest.approx(1.02)
 
 
-def test_a_machine_that_swings_after_each_rest_is_met_a_turn_later_in_every_other_lap(pairing, played):
+@pytest.mark.parametrize("period", [3, 4, 5, 7, 9, 12, 16, 24, 40])
+def test_a_machine_that_swings_after_each_rest_is_met_at_all_its_hours(pairing, played, period):
     clock = played(in_it=0.02)
 
     def at(count, step):
-        clock.slow = 1 - 0.1 * math.sin(2 * math.pi * next(count) / 12)
+        clock.slow = 1 - 0.02 * math.sin(2 * math.pi * next(count) / period)
         step()
 
     def lap(later):
@@ -115,8 +116,23 @@ def test_a_machine_that_swings_after_each_rest_is_met_a_turn_later_in_every_othe
             plain()
         return pairing.taking_turns(other, plain, turns=4, of=6)
 
-    assert pairing.ratio_of_turns([lap(0), lap(6)] * 4, of=6).value == pytest.approx(1.02, abs=0.01)
-    assert pairing.ratio_of_turns([lap(0), lap(0)] * 4, of=6).value > 1.1
+    found = pairing.ratio_of_turns([lap(5 * number % 12) for number in range(40)], of=6)
+    assert found.value == pytest.approx(1.02, abs=0.004)
+    assert found.error > abs(found.value - 1.02) / 4
+    if period == 12:
+        assert pairing.ratio_of_turns([lap(0)] * 40, of=6).value > 1.04  # as all of them did
+
+
+@pytest.mark.parametrize("count", [8, 9, 21, 40])
+def test_two_models_that_are_not_equally_fast_change_nothing_and_are_no_error(pairing, count):
+    random, laps = np.random.default_rng(0), []
+    for number in range(count):
+        lap = np.exp(random.normal(0, 0.002, 54))
+        lap.reshape(9, 6)[1::2] *= 1.02 * (1.01 if number % 2 else 1 / 1.01)
+        laps.append(lap)
+    found = pairing.ratio_of_turns(laps, of=6)
+    assert found.value == pytest.approx(1.02, abs=0.001)
+    assert found.error < 0.001
 
 
 def test_the_error_is_that_of_the_laps(pairing):
