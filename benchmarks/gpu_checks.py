@@ -53,8 +53,10 @@ def report(model: Any) -> bool:
         "moments of every input and output": (EVERYTHING, {"statistics": "moments"}),
         "full statistics of 24 layers": (LAYERS, {}),
     }
-    for name, (taps, options) in summaries.items():
-        checks[f"device memory, {name}"] = partial(device_memory, model, taps, options)
+    for shape in ((4, 2048), (1, 512)):
+        for name, (taps, options) in summaries.items():
+            what = f"device memory at {shape[0]} x {shape[1]}, {name}"
+            checks[what] = partial(device_memory, model, taps, options, shape)
     checks["host memory, tensors of 24 layers"] = partial(host_memory, model)
     print("### checks\n", flush=True)
     done = [held(name, check) for name, check in checks.items()]
@@ -260,8 +262,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 # Memory -----------------------------------------------------------------------------------------
 
 
-def prefill(model: Any) -> Callable[[], None]:
-    ids = torch.randint(0, 32000, (4, 2048), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+def prefill(model: Any, *, shape: tuple[int, int] = (4, 2048)) -> Callable[[], None]:
+    ids = torch.randint(0, 32000, shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
 
     def step() -> None:
         with torch.no_grad():
@@ -270,12 +272,12 @@ def prefill(model: Any) -> Callable[[], None]:
     return step
 
 
-def device_memory(model: Any, taps: Any, options: dict[str, Any]) -> str:
-    """Summaries of a 4 x 2048 prefill take little of the device, from the first step on."""
-    step = prefill(model)
-    plain = peak(step)
+def device_memory(model: Any, taps: Any, options: dict[str, Any], shape: tuple[int, int]) -> str:
+    """Summaries of a prefill take little of the device, from the first step on, and where small tensors are held."""
+    step, steps = prefill(model, shape=shape), 3 if shape[0] > 1 else 20
+    plain = peak(step, steps=steps)
     with ls.record(model, taps, keep="summary", weights=False, **options) as rec:
-        most = peak(step)
+        most = peak(step, steps=steps)
     assert not lost(rec), lost(rec)
     said = f"{(most - plain) / 1e6:.1f} MB over the {plain / 1e6:.0f} MB of the plain run"
     assert most - plain <= max(0.02 * plain, SPARE), said
