@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
 
 from layerscope.stats import summarize
-from layerscope.stats.driver import copying
 
 BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8, torch.bool]
 WORDS = [torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
@@ -25,20 +22,6 @@ def values(dtype, size):
         return torch.rand(size) > 0.3
     words = torch.randint(-(2**63), 2**63 - 1, (size * dtype.itemsize // 8 + 1,))
     return words.view(torch.uint8)[: size * dtype.itemsize].view(dtype)
-
-
-def brought(address, usual, filled):
-    """What lies at an address, of the GPU where there is one: as much as the usual part of it tells."""
-    return _lying(address, filled(_lying(address, usual)))
-
-
-def _lying(address, size):
-    if not torch.cuda.is_available():
-        return np.frombuffer(ctypes.string_at(address, size), np.uint8)
-    host = torch.empty(size, dtype=torch.uint8).pin_memory()
-    copying(0)(host.data_ptr(), address, size, torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
-    return host.numpy()
 
 
 def assert_like_the_cpu(summary, tensor, *, level="full"):

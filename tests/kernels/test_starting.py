@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.laws import assert_like_the_cpu, brought, values
+from kernels.laws import assert_like_the_cpu, values
 from layerscope import native
 from layerscope.points import Moment, Point
 from layerscope.recorder import devices, gathering, lanes
@@ -43,9 +43,6 @@ class Host:
         cargo.unload()
         cargo.finish()
 
-    def bring(self, address, usual, filled):
-        return brought(address, usual, filled)
-
 
 @pytest.fixture
 def host(monkeypatch):
@@ -57,7 +54,8 @@ def host(monkeypatch):
     monkeypatch.setattr(lanes, "is_alone", lambda: True)
     monkeypatch.setattr(devices, "lane_of", lambda where: host)
     monkeypatch.setattr(devices, "_why_not", lambda: "")
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda where: nullcontext())
@@ -152,7 +150,7 @@ def slow(host, monkeypatch):
     statistics = statistics_of(tensors[0], level="moments")
     [desk] = statistics._desks.values()
     desk.lane, desk.slots.size = slow, 2
-    desk.bound = 2 * desk.slots.sheet_of(2)
+    desk.bound = 2 * desk.slots.sheet_size
     monkeypatch.setattr(devices._Page, "arrive", lambda page, seconds=None: slow.arrive(page, seconds))
     return SimpleNamespace(lane=slow, statistics=statistics, desk=desk, tensors=tensors)
 
@@ -191,6 +189,30 @@ def test_a_page_that_is_asked_for_leaves_without_waiting(slow):
     assert [pages for _, pages in starting(slow, slow.tensors[:3])] == [3, 3, 2]  # the next full one does wait, for two
 
 
+def test_a_sheet_is_read_when_the_device_has_written_it(slow, monkeypatch):
+    launched, gather = [], slow.desk.slots.gather
+    monkeypatch.setattr(slow.desk.slots, "gather", launched.append)
+    later = slow.statistics.start(slow.tensors[0], "moments")
+    later.leave()
+    [page] = slow.lane.under_way
+    page.ready = SimpleNamespace(synchronize=lambda: gather(launched.pop()))
+    Host.send(slow.lane, page)
+    assert_like_the_cpu(later(), slow.tensors[0], level="moments")
+    assert (page.sheet, launched) == (None, [])
+
+
+def test_memory_that_a_device_may_still_write_to_is_never_given_back(slow, monkeypatch):
+    monkeypatch.setattr(devices, "_abandoned", [])
+    gathered, gather = [], slow.desk.slots.gather
+    monkeypatch.setattr(slow.desk.slots, "gather", lambda sheet: (gathered.append(sheet), gather(sheet)))
+    monkeypatch.setattr(slow.lane, "send", lambda page: signal.raise_signal(signal.SIGINT))
+    later = slow.statistics.start(slow.tensors[0], "moments")
+    with pytest.raises(KeyboardInterrupt):
+        later.leave()
+    [kept], [written] = devices._abandoned, gathered
+    assert kept.words is written.words
+
+
 def test_while_one_waits_the_others_go_on(slow, monkeypatch):
     arrive, locked = slow.lane.arrive, []
 
@@ -211,7 +233,7 @@ def test_statistics_that_never_leave_are_waited_for_once_and_none_is_lost(slow, 
     assert [pages for _, pages in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert len(asked) == 1
     [said] = [record.getMessage() for record in caplog.records]
-    assert said == "statistics did not leave device -1 for 10 s: it holds more than 36 MiB of them from now on"
+    assert said == "device -1 did not write its statistics for 10 s: they take more than 256 MiB from now on"
     for page in slow.lane.under_way:
         Host.send(slow.lane, page)
     for (later, _), tensor in zip(found[:10], slow.tensors, strict=False):
@@ -237,7 +259,7 @@ def test_a_page_that_cannot_be_gathered_is_not_waited_for(host, monkeypatch):
     statistics = statistics_of(x, level="moments")
     [desk] = statistics._desks.values()
     later = statistics.start(x, "moments")
-    monkeypatch.setattr(desk.slots, "gather", lambda used: 1 / 0)
+    monkeypatch.setattr(desk.slots, "gather", lambda sheet: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         later.leave()
     with pytest.raises(RuntimeError, match="did not arrive from the device: division by zero"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, brought, values
+from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, values
 from layerscope.stats.device import Gathered, Slots
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where it plays the device's arithmetic
@@ -18,6 +18,14 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 REAL = DEVICE.type == "cuda"  # the interpreter takes a second for what a device does in microseconds
 NAN, INF = math.nan, math.inf
 LARGE = 1_000_000 if REAL else 2_500
+
+
+def gathered(slots, used):
+    sheet = slots.sheet(used)
+    slots.gather(sheet)
+    if REAL:
+        torch.cuda.synchronize()
+    return Gathered.read(sheet)
 
 
 def swept(tensors, *, level="full", together=False):
@@ -38,8 +46,7 @@ def swept(tensors, *, level="full", together=False):
     else:
         for index, tensor in enumerate(there):
             slots.starting(tensor.dtype)(index, tensor.data_ptr(), tensor.numel())
-    sheet = slots.gather(len(there))
-    numbers = Gathered.read(sheet, brought)
+    numbers = gathered(slots, len(there))
     return [
         one.summary(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for one, tensor in zip(numbers, tensors, strict=True)
@@ -104,9 +111,13 @@ def test_a_sheet_lists_the_buckets_of_each_tensor_one_after_the_other_and_nothin
     there = [tensor.to(DEVICE) for tensor in tensors]
     for index, tensor in enumerate(there):
         slots.starting(tensor.dtype)(index, tensor.data_ptr(), tensor.numel())
-    words, used, buckets = slots.gather(len(there))
-    assert (used, buckets, words.numel()) == (4, 1 << 15, 4 * (32 + (1 << 15)))
-    words = words.cpu().numpy()
+    words, used, buckets = sheet = slots.sheet(len(there))
+    assert (used, buckets, words.numel()) == (4, 1 << 15, slots.size * (32 + (1 << 15)))
+    assert words.nbytes == slots.sheet_size <= 32 << 20
+    slots.gather(sheet)
+    if REAL:
+        torch.cuda.synchronize()
+    words = words.numpy()
     heads, listed = words[: 4 * 32].reshape(4, 32), words[4 * 32 :]
     end = 0
     for index in np.argsort(heads[:, 14], kind="stable"):
@@ -134,5 +145,5 @@ def test_slots_are_empty_again_after_they_were_gathered():
         tensor = torch.randn(300 + step) * 2.0 ** (20 * step)
         there = tensor.to(DEVICE)
         slots.starting(there.dtype)(0, there.data_ptr(), there.numel())
-        [numbers] = Gathered.read(slots.gather(1), brought)
+        [numbers] = gathered(slots, 1)
         assert_like_the_cpu(numbers.summary("float32", tuple(tensor.shape)), tensor)

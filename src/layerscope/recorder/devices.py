@@ -4,8 +4,8 @@
 
 Nothing in a hook synchronises. One launch on the model's own stream takes the numbers of a tensor, or of many at once
 (`gathering.py` says when that can wait), so that a later in-place operation cannot reach them; the numbers of many
-tensors are gathered by one more launch and leave together, by the device's lane (`lanes.py`). Only where so many are
-gathered before the first have left that the device would hold too much of it, the hook waits for those.
+tensors are gathered by one more launch, straight to page-locked memory, and the device's lane reads them (`lanes.py`).
+Only where so many are gathered before the first are read that they would take too much memory, the hook waits.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ __all__ = ["Later", "Statistics"]
 
 _log = logging.getLogger("layerscope")
 
-_MOST = 36 << 20  # bytes of sheets of one desk that have not left, with the next full page: one of full statistics
+_MOST = 256 << 20  # bytes of page-locked memory for what one desk has gathered and nobody has read: 8 full pages
 _BOUND = 10.0  # seconds that a hook waits for them, at most
+
+_abandoned: list[Sheet] = []  # that a device may still write to, and nobody will read
 
 
 class Statistics:
@@ -209,7 +211,7 @@ class Statistics:
         return Later(page, index, name, shape)
 
     def _make_way(self, desk: _Desk) -> None:
-        """Wait, where the device would hold too much with another full page; but not for ever.
+        """Wait, where another full page would take too much memory; but not for ever.
 
         Without the lock: others go on, and one of them may be what the device waits for.
         """
@@ -221,7 +223,7 @@ class Statistics:
             if not page.arrive(_BOUND):
                 desk.bound = math.inf
                 _log.warning(
-                    "statistics did not leave device %d for %g s: it holds more than %d MiB of them from now on",
+                    "device %d did not write its statistics for %g s: they take more than %d MiB from now on",
                     desk.place, _BOUND, _MOST >> 20,
                 )  # fmt: skip
 
@@ -252,10 +254,13 @@ class Statistics:
         try:
             here = is_current(desk.place) and current_stream(desk.place) == desk.stream  # not so in another thread
             with undisturbed(), nullcontext() if here else torch.cuda.stream(page.origin):
-                page.sheet = desk.slots.gather(page.aboard)
+                page.sheet = desk.slots.sheet(page.aboard)
+                desk.slots.gather(page.sheet)
             page.lane.send(page)
             desk.sent.append(page)
         except BaseException as error:  # what is in the slots is not known any more
+            if page.sheet is not None:
+                _abandoned.append(page.sheet)
             self._desks.pop(desk.key, None)
             self._last = {level: other for level, other in self._last.items() if other is not desk}
             page.finish(error)
@@ -274,9 +279,11 @@ class _Desk:
         self.lane = lane_of(where)
         self.origin = torch.cuda.current_stream(where)
         self.slots = device.Slots(where, level, self.stream, wide=wide)
+        first = [self.slots.sheet(self.slots.size) for _ in range(2)]  # to get such memory holds up every launch,
+        del first  # and torch keeps it
         self.known: dict[torch.dtype, tuple[Start, str]] = {}
         self.page: _Page | None = None
-        self.sent: deque[_Page] = deque()  # whose sheets may still be on the device
+        self.sent: deque[_Page] = deque()  # whose sheets may not have been read
         self.bound = float(_MOST)  # of bytes of sheets
         self._together: dict[torch.dtype, StartAll | None] = {}
 
@@ -292,8 +299,7 @@ class _Desk:
             self.sent.popleft()
         if not self.sent or self.page is None or self.page.aboard < self.slots.size:
             return None
-        held = sum(self.slots.sheet_of(page.aboard) for page in (*self.sent, self.page))
-        return self.sent[0] if held > self.bound else None
+        return self.sent[0] if self.slots.sheet_size * (len(self.sent) + 1) > self.bound else None
 
 
 class _Page(Carried):
@@ -317,9 +323,10 @@ class _Page(Carried):
     def unload(self) -> None:
         from layerscope.stats.device import Gathered
 
-        sheet, self.sheet = self.sheet, None
-        assert sheet is not None
-        self.gathered = Gathered.read(sheet, self.lane.bring)
+        assert self.sheet is not None
+        self.ready.synchronize()
+        self.gathered = Gathered.read(self.sheet)
+        self.sheet = None
         self.reads.clear()
 
 

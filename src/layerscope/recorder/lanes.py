@@ -28,7 +28,7 @@ import torch
 from layerscope.errors import Unsupported
 from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Lost, Trip, as_tensor, flat
 from layerscope.recorder.pinned import Pinned, Room
-from layerscope.stats.driver import Launch, allow_captures, copying, following, marking, why_no_driver
+from layerscope.stats.driver import Launch, allow_captures, copying, following, why_no_driver
 from layerscope.stats.launching import why_not
 
 if TYPE_CHECKING:
@@ -152,7 +152,6 @@ class Lane:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stage = torch.empty(_STAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._octets: Bytes = self._stage.numpy()  # the same memory
         self._queue: SimpleQueue[Carried | None] = SimpleQueue()  # None only asks for page-locked memory
         self._origins: dict[int, torch.cuda.Stream] = {}  # by their number
         self._ferries: dict[int, tuple[Launch, int]] = {}  # of each stream, and the bytes that a program takes
@@ -160,7 +159,6 @@ class Lane:
         self._tiny = -1 if why_not() else _TINY  # bytes of what a ferry takes to the host
         self.pinned = None if why_no_driver() else Pinned(let_go=self._retire, ask=partial(self._queue.put, None))
         self._copy = None if why_no_driver() else copying(device.index)
-        self._mark = None if why_no_driver() else marking(device.index)
         self._follow = None if why_no_driver() else following(device.index)
         self._arrived.record(self._stream)  # which makes it
         threading.Thread(target=self._carry, name=f"layerscope-{device}", daemon=True).start()
@@ -435,7 +433,7 @@ class Lane:
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, Bytes]]) -> None:
         """Copy contiguous tensors to the host; in the lane's thread."""
-        stage, at = self._octets, 0
+        stage, at = self._stage.numpy(), 0
         staged: list[tuple[torch.Tensor, torch.Tensor, Bytes, Bytes]] = []
         for tensor, target in pairs:
             source, done = flat(tensor), 0
@@ -459,33 +457,6 @@ class Lane:
             for _, _, target, source in staged:
                 np.copyto(target, source[: target.size])
             staged.clear()
-
-    def bring(self, address: int, usual: int, filled: Callable[[Bytes], int]) -> Bytes:
-        """Return what lies at an address of the device: as many bytes as `filled` tells from the `usual` first ones.
-
-        In the lane's thread. A model that waits for Python waits for this thread too, each time it lets go of the
-        interpreter and wants it back: twice here, to wait and to copy, where no more is there than is usual.
-        """
-        part = self._staged(address, min(usual, _STAGE))
-        size = filled(part)
-        found = np.empty(size, np.uint8)
-        done = min(part.size, size)
-        found[:done] = part[:done]
-        while done < size:
-            part = self._staged(address + done, min(size - done, _STAGE))
-            found[done : done + part.size] = part
-            done += part.size
-        return found
-
-    def _staged(self, address: int, size: int) -> Bytes:
-        """Copy bytes of the device to the stage, and wait for them."""
-        assert self._copy is not None  # there are no statistics on a device without the driver
-        assert self._mark is not None
-        stream = self._stream.cuda_stream
-        self._copy(self._stage.data_ptr(), address, size, stream)
-        self._mark(self._arrived.cuda_event, stream)
-        self._arrived.synchronize()
-        return self._octets[:size]
 
     def _carry(self) -> None:
         torch.cuda.set_device(self._device)

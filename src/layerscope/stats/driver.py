@@ -4,7 +4,6 @@
     launch(address, count, programs)
     copy = copying(0)
     copy(to, source, size, stream)
-    marking(0)(event, stream)                # the event is where the stream has come to now
     following(0)(other, event)               # what is asked of the other stream from now on waits for it
 
 Nothing here waits for the device, and a call takes two microseconds. To let go of the interpreter and get it back can
@@ -22,7 +21,7 @@ from typing import Any
 
 from layerscope import native
 
-__all__ = ["Launch", "allow_captures", "copying", "crossing", "following", "launcher", "marking", "why_no_driver"]
+__all__ = ["Launch", "allow_captures", "copying", "crossing", "following", "launcher", "why_no_driver"]
 
 Launch = Callable[..., None]  # takes the kernel's arguments, a pointer as an address, and how many programs run it
 
@@ -107,14 +106,6 @@ def copying(device: int) -> Callable[[int, int, int, int], None]:
     return _asking(_driver().cuMemcpyDtoHAsync_v2, device, "a copy of {2} bytes to the host")
 
 
-def marking(device: int) -> Callable[[int, int], None]:
-    """Return what records an event of a device: event, stream.
-
-    torch's lets go of the interpreter. It makes the event when it is first recorded, which must have been by torch.
-    """
-    return _asking(_driver().cuEventRecord, device, "to record an event")
-
-
 def following(device: int) -> Callable[[int, int], None]:
     """Return what has a stream of a device wait for an event that was recorded: stream, event.
 
@@ -135,7 +126,7 @@ def _asking(call: Any, device: int, what: str, *always: int) -> Callable[..., No
 
 
 def crossing() -> tuple[int, int]:
-    """Return where the driver's functions are that `following` and `marking` call, for C."""
+    """Return where the driver's functions are that have a stream wait for an event, and record one, for C."""
     return _address(_driver().cuStreamWaitEvent), _address(_driver().cuEventRecord)
 
 

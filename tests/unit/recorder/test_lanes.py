@@ -25,7 +25,6 @@ from layerscope.recorder.berths import Berths
 from layerscope.recorder.cargo import Arrival, Carried
 from layerscope.recorder.ferrying import CARRIERS
 from layerscope.recorder.pinned import Pinned
-from layerscope.stats.device import Gathered, Sheet, numbers
 
 CHUNK = 1 << 16
 LARGE = lanes._SMALL + 4
@@ -99,7 +98,6 @@ class Device:
             "why_no_driver": lambda: "",
             "why_not": lambda: "",
             "copying": lambda place: lambda *numbers: None,
-            "marking": lambda place: lambda event, stream: self.asked.append(("mark", event)),
             "following": lambda place: lambda stream, event: self.asked.append(("follow", event)),
             "allow_captures": lambda: None,
             "is_alone": lambda: True,
@@ -616,63 +614,6 @@ def test_what_goes_wrong_in_the_thread_is_told_to_who_waits_and_the_next_is_unlo
     device.lane.send(after)
     device.work()
     after.wait()
-
-
-@pytest.mark.parametrize(
-    ("there", "usual", "stage", "copies"),
-    [
-        (100, 400, 1000, [(0, 400)]),
-        (400, 400, 1000, [(0, 400)]),
-        (401, 400, 1000, [(0, 400), (400, 1)]),
-        (1400, 400, 1000, [(0, 400), (400, 1000)]),
-        (1401, 400, 1000, [(0, 400), (400, 1000), (1400, 1)]),
-        (3000, 2000, 1000, [(0, 1000), (1000, 1000), (2000, 1000)]),
-        (100, 2000, 1000, [(0, 1000)]),
-        (0, 8, 1000, [(0, 8)]),
-    ],
-    ids=["less than usual", "as usual", "one more", "a stage more", "more than a stage", "usual is more than a stage",
-         "less than a stage", "nothing"],
-)  # fmt: skip
-def test_what_lies_on_the_device_is_brought_in_as_few_parts_as_the_stage_allows(
-    there, usual, stage, copies, device, monkeypatch
-):
-    lying, lane, seen = np.random.default_rng(0).integers(0, 256, 4000, np.uint8), device.lane, []
-
-    def copy(to, address, size, stream):
-        assert stream == lane._stream.cuda_stream
-        assert size <= stage
-        ctypes.memmove(to, address, size)
-        seen.append((address - lying.ctypes.data, size))
-
-    def filled(octets):
-        assert octets.tolist() == lying[: min(usual, stage)].tolist()
-        return there
-
-    monkeypatch.setattr(lanes, "_STAGE", stage)
-    monkeypatch.setattr(lane, "_copy", copy)
-    monkeypatch.setattr(lane._arrived, "synchronize", lambda: device.asked.append("wait"))
-    found = lane.bring(lying.ctypes.data, usual, filled)
-    assert found.tolist() == lying[:there].tolist()
-    assert not np.shares_memory(found, lane._stage.numpy())
-    assert seen == copies
-    assert device.asked == [("mark", lane._arrived.cuda_event), "wait"] * len(copies)
-
-
-def test_a_sheet_of_numbers_that_the_stage_does_not_hold_is_read_in_parts(device, monkeypatch):
-    random = np.random.default_rng(0)
-    sizes, begins = (700, 0, 1300), (1300, 1300, 0)
-    places, counts = random.integers(0, 1 << 15, 2000), random.integers(1, 1 << 31, 2000)
-    words = np.zeros(3 * (32 + (1 << 15)), np.int64)
-    words[13:96:32], words[14:96:32] = sizes, begins
-    words[96:2096] = counts << 32 | places
-    monkeypatch.setattr(lanes, "_STAGE", 1000)
-    monkeypatch.setattr(numbers, "_USUAL", 20)
-    monkeypatch.setattr(device.lane, "_copy", lambda to, address, size, stream: ctypes.memmove(to, address, size))
-    monkeypatch.setattr(device.lane._arrived, "synchronize", lambda: None)
-    read = Gathered.read(Sheet(torch.from_numpy(words), 3, 1 << 15), device.lane.bring)
-    for found, size, begin in zip(read, sizes, begins, strict=True):
-        assert found.buckets.places.tolist() == places[begin : begin + size].tolist()
-        assert found.buckets.counts.tolist() == counts[begin : begin + size].tolist()
 
 
 def test_what_went_wrong_in_the_thread_is_known_and_holds_nothing(device):

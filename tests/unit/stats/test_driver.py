@@ -181,25 +181,18 @@ def test_a_copy_enters_the_device_where_it_must_and_names_its_error(theirs):
         copy(1 << 46, 1 << 47, 65, STREAM)
 
 
-def test_an_event_is_recorded_in_its_stream_and_another_stream_waits_for_it(theirs):
-    driver.marking(0)(EVENT, STREAM)
+def test_a_stream_waits_for_an_event(theirs):
     driver.following(0)(STREAM + 256, EVENT)
-    assert theirs.marks == [(EVENT, STREAM)]
     assert theirs.follows == [(STREAM + 256, EVENT, 0)]
 
 
-@pytest.mark.parametrize(
-    ("making", "what"),
-    [(driver.marking, "to record an event"), (driver.following, "to have a stream wait for an event")],
-    ids=["marking", "following"],
-)
-def test_what_is_asked_of_an_event_enters_the_device_where_it_must_and_names_its_error(theirs, making, what):
-    ask = making(2)
+def test_to_wait_for_an_event_enters_the_device_where_it_must_and_names_its_error(theirs):
+    follow = driver.following(2)
     theirs.codes = [INVALID_CONTEXT, 0, INVALID_HANDLE]
-    ask(EVENT, STREAM)
-    assert (len(theirs.marks + theirs.follows), theirs.entered) == (2, [CONTEXT + 102])
-    with pytest.raises(RuntimeError, match=rf"refused {what}: CUDA error 400$"):
-        ask(EVENT, STREAM)
+    follow(STREAM, EVENT)
+    assert (len(theirs.follows), theirs.entered) == (2, [CONTEXT + 102])
+    with pytest.raises(RuntimeError, match=r"refused to have a stream wait for an event: CUDA error 400$"):
+        follow(STREAM, EVENT)
 
 
 def test_the_memory_of_a_launch_lives_as_long_as_the_launch(theirs):

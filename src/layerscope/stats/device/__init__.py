@@ -3,8 +3,9 @@
     slots = Slots(device, "full", stream)          # room for the numbers of several tensors
     start = slots.starting(tensor.dtype)
     start(0, tensor.data_ptr(), tensor.numel())    # one launch on the model's stream
-    sheet = slots.gather(1)                        # one more, for all of them
-    Gathered.read(sheet, bring)[0].summary("bfloat16", (4, 8))   # `bring` copies from the device, when it is time
+    sheet = slots.sheet(1)
+    slots.gather(sheet)                            # one more, for all of them, straight to the host
+    Gathered.read(sheet)[0].summary("bfloat16", (4, 8))          # once the device has written it
 
 Counts, extremes, fingerprints and sketch are those of the CPU to the last bit. Each program of the launch adds up the
 distance from a mean it has scouted, floats of up to 32 bits eight or four at a time in float32 and these sums in

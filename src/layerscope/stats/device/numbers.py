@@ -1,13 +1,12 @@
 """What a device leaves, read as the summaries it stands for.
 
-Gathered.read(sheet, bring)[0].summary("bfloat16", (4, 8))   # `bring` copies bytes from the device, when it is time
+Gathered.read(sheet)[0].summary("bfloat16", (4, 8))          # once the device has written it
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +17,6 @@ from layerscope.stats.sketch import LOWEST, STEPS, Sketch
 from layerscope.stats.summary import Summary
 
 __all__ = ["Gathered", "Numbers"]
-
-
-Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
-Bring: TypeAlias = Callable[[int, int, Callable[[Bytes], int]], Bytes]  # address, usual bytes, and how many these tell
-
-_USUAL = 1 << 18  # buckets that hold something, of all tensors on a sheet
 
 
 class _Buckets(NamedTuple):
@@ -86,22 +79,12 @@ class Gathered:
         self._wide = buckets > 1 << 15
 
     @classmethod
-    def read(cls, sheet: Sheet, bring: Bring) -> Gathered:
-        """Have a sheet's heads brought to the host, and of the list as much as there is.
-
-        How much that is the heads tell; what is usual is brought with them, because to come twice takes twice as long.
-        """
+    def read(cls, sheet: Sheet) -> Gathered:
+        """Copy a sheet's heads, and of the list as much as there is; the device has written them."""
         words, used, buckets = sheet
-        heads = HEAD * used
-
-        def filled(octets: Bytes) -> int:
-            if not buckets:
-                return 8 * heads
-            sizes = octets[: 8 * heads].view(np.int64)[13::HEAD]
-            return 8 * (heads + int(sizes.sum()))  # which does not let go of the interpreter for so few
-
-        usual = min(heads + _USUAL, words.numel())
-        return cls(bring(words.data_ptr(), 8 * usual, filled).view(np.int64), used, buckets)
+        there: Array = words.numpy()
+        listed = int(there[13 : HEAD * used : HEAD].sum()) if buckets else 0  # which does not let go of the interpreter
+        return cls(there[: HEAD * used + listed].copy(), used, buckets)
 
     def __len__(self) -> int:
         return len(self._heads)

@@ -3,7 +3,8 @@
 slots = Slots(device, "full", stream)          # room for the numbers of several tensors
 start = slots.starting(tensor.dtype)
 start(0, tensor.data_ptr(), tensor.numel())    # one launch on the model's stream
-sheet = slots.gather(1)                        # one more, for all of them
+sheet = slots.sheet(1)
+slots.gather(sheet)                            # one more, for all of them, straight to the host
 """
 
 from __future__ import annotations
@@ -72,9 +73,12 @@ def prepare(device: torch.device, dtypes: Iterable[torch.dtype], level: Level) -
 
 
 class Sheet(NamedTuple):
-    """What a gathering leaves on the device: a head for each tensor and, behind them, one list of all their buckets."""
+    """What a gathering leaves on the host: a head for each tensor and, behind them, one list of all their buckets.
 
-    words: torch.Tensor
+    It is as long as the list can be, though most of that is hardly ever written to.
+    """
+
+    words: torch.Tensor  # page-locked
     used: int  # how many tensors
     buckets: int  # that one of them has at most: none where they were not asked for
 
@@ -83,11 +87,12 @@ class Slots:
     """Room on one stream of one device for the numbers of `size` tensors of one level; float64's buckets take more.
 
     Whoever calls sees to it that a slot is started once between two calls of `gather`, which empties them all: what is
-    launched later on one stream runs later.
+    launched later on one stream runs later. A full page of sketches is a little less than 32 MiB: page-locked memory
+    comes in powers of two.
     """
 
     def __init__(self, device: torch.device, level: Level, stream: int, *, wide: bool = False) -> None:
-        self.size = 8 if wide else 128 if level == "full" else 512
+        self.size = 8 if wide else 120 if level == "full" else 512
         self._full = level == "full"
         self._buckets = _buckets(level, wide=wide)
         self._device = device
@@ -102,17 +107,22 @@ class Slots:
         self._programs = _most_programs(device)
         self._gather = _gathering(device, self._buckets)(stream)
 
-    def sheet_of(self, used: int) -> int:
-        """Return how many bytes a sheet of so many slots takes, however few of them are written to."""
-        return 8 * used * (HEAD + self._buckets)
+    @property
+    def sheet_size(self) -> int:
+        """How many bytes a sheet takes, however few slots it is for."""
+        return 8 * self.size * (HEAD + self._buckets)
 
-    def gather(self, used: int) -> Sheet:
-        """Launch the gathering of the first `used` slots."""
-        words = torch.empty(self.sheet_of(used) // 8, dtype=torch.int64, device=self._device)
+    def sheet(self, used: int) -> Sheet:
+        """Get memory for the numbers of the first `used` slots: what torch keeps of the last one is as large."""
+        is_locked = self._device.type == "cuda"
+        words = torch.empty(self.sheet_size // 8, dtype=torch.int64, device="cpu", pin_memory=is_locked)
+        return Sheet(words, used, self._buckets)
+
+    def gather(self, sheet: Sheet) -> None:
+        """Launch the gathering of as many slots as the sheet is for; its memory must live until that has run."""
         turns = self._turns
         self._turns = turns[1], turns[0]
-        self._gather(*self._lying, *turns, words.data_ptr(), used)
-        return Sheet(words, used, self._buckets)
+        self._gather(*self._lying, *turns, sheet.words.data_ptr(), sheet.used)
 
     def starting(self, dtype: torch.dtype) -> Start:
         """Return the launch of a sweep, with as little as possible left to do in it: slot, address, number of items.

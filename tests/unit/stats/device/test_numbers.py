@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from layerscope.stats import summarize
-from layerscope.stats.device import Gathered, Sheet, numbers
+from layerscope.stats.device import Gathered, Sheet
 
 
 def left_by_a_device(values, *, wide=False, power=0):
@@ -33,13 +32,7 @@ def left_by_a_device(values, *, wide=False, power=0):
     return head, places, counts.astype(np.int32)
 
 
-def bring(address, usual, filled):
-    """Bring what lies in the host's own memory."""
-    first = np.frombuffer(ctypes.string_at(address, usual), np.uint8)
-    return np.frombuffer(ctypes.string_at(address, filled(first)), np.uint8)
-
-
-def read(*parts, wide=False, full=True, bring=bring):
+def read(*parts, wide=False, full=True):
     """Put several tensors' parts on one sheet, their lists in reverse, and read it."""
     buckets = (1 << (18 if wide else 15)) if full else 0
     words = np.full(len(parts) * (32 + buckets), -1)  # what nobody has written to
@@ -50,7 +43,7 @@ def read(*parts, wide=False, full=True, bring=bring):
         head[13], head[14] = size, at
         words[number * 32 : (number + 1) * 32] = head
         at += size
-    return Gathered.read(Sheet(torch.from_numpy(words), len(parts), buckets), bring)
+    return Gathered.read(Sheet(torch.from_numpy(words), len(parts), buckets))
 
 
 @pytest.mark.parametrize(
@@ -82,22 +75,12 @@ def test_lists_of_several_tensors_are_told_apart():
     assert sketches == [summarize(values).sketch for values in many]
 
 
-@pytest.mark.parametrize("usual", [0, 1, 100, 1 << 20])
-def test_more_buckets_than_usual_are_brought_and_no_memory_beyond_the_sheet_is(usual, monkeypatch):
-    monkeypatch.setattr(numbers, "_USUAL", usual)
+def test_what_nobody_has_written_to_is_not_kept():
     many = [np.random.default_rng(seed).normal(size=100 + seed).astype(np.float32) for seed in range(5)]
     parts = [left_by_a_device(values) for values in many]
-    seen = []
-
-    def watched(address, usual, filled):
-        octets = bring(address, usual, filled)
-        seen.append((usual, octets.size))
-        return octets
-
-    sketches = [n.summary("float32", ()).sketch for n in read(*parts, bring=watched)]
-    assert sketches == [summarize(values).sketch for values in many]
-    listed = sum(places.size for _, places, _ in parts)
-    assert seen == [(5 * 256 + 8 * min(usual, 5 << 15), 5 * 256 + 8 * listed)]
+    found = read(*parts)
+    assert found._listed.size == 2 * sum(places.size for _, places, _ in parts)
+    assert found._listed.base.size * 8 < 5 * 256 + 8 * 5 * 105
 
 
 def test_tensors_without_a_bucket_that_holds_something_leave_no_list():
