@@ -145,18 +145,18 @@ class Slow(Host):
 
 @pytest.fixture
 def slow(host, monkeypatch):
-    """Statistics of pages of two tensors, of which two are on the device at most; and their lane."""
+    """Statistics of pages of two tensors, of which two are under way at most; and their lane."""
     slow, tensors = Slow(), [values(torch.float32, 9 + size) for size in range(12)]
     statistics = statistics_of(tensors[0], level="moments")
     [desk] = statistics._desks.values()
     desk.lane, desk.slots.size = slow, 2
-    desk.bound = 2 * desk.slots.sheet_size
+    desk.ahead = 2
     monkeypatch.setattr(devices._Page, "arrive", lambda page, seconds=None: slow.arrive(page, seconds))
     return SimpleNamespace(lane=slow, statistics=statistics, desk=desk, tensors=tensors)
 
 
 def starting(slow, tensors):
-    """Start tensors, and tell how many pages were on the device after each."""
+    """Start tensors, and tell how many pages were under way after each."""
     found = []
     for tensor in tensors:
         later = slow.statistics.start(tensor, "moments")
@@ -169,7 +169,7 @@ def test_the_device_holds_so_many_pages_and_the_next_waits_for_the_first(slow):
     assert [pages for _, pages in found] == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2]
     for (later, _), tensor in zip(found[:6], slow.tensors, strict=False):
         assert_like_the_cpu(later(), tensor, level="moments")
-    slow.desk.bound = float("inf")
+    slow.desk.ahead = float("inf")
     assert [pages for _, pages in starting(slow, slow.tensors[:4])] == [3, 3, 4, 4]  # nobody else holds them back
 
 
@@ -182,11 +182,23 @@ def test_pages_that_have_left_are_not_waited_for(slow):
     assert [len(slow.desk.sent), len(slow.lane.under_way)] == [1, 1]
 
 
-def test_a_page_that_is_asked_for_leaves_without_waiting(slow):
-    found = starting(slow, slow.tensors[:6])
+def test_a_page_that_is_asked_for_waits_like_a_full_one(slow):
+    found = starting(slow, slow.tensors[:5])
     found[-1][0].leave()
-    assert len(slow.lane.under_way) == 3
-    assert [pages for _, pages in starting(slow, slow.tensors[:3])] == [3, 3, 2]  # the next full one does wait, for two
+    assert len(slow.lane.under_way) == 2
+    found[-1][0].leave()  # which has left
+    assert len(slow.lane.under_way) == 2
+
+
+def test_pages_that_never_fill_are_forgotten_and_their_memory_is_used_again(slow, monkeypatch):
+    written, gather = set(), slow.desk.slots.gather
+    monkeypatch.setattr(slow.desk.slots, "gather", lambda sheet: (written.add(sheet.words.data_ptr()), gather(sheet)))
+    monkeypatch.setattr(slow.lane, "send", lambda page: Host.send(slow.lane, page))
+    for tensor in slow.tensors:
+        later = slow.statistics.start(tensor, "moments")
+        later.leave()
+        assert_like_the_cpu(later(), tensor, level="moments")
+    assert (len(slow.desk.sent), len(written), len(slow.desk.unused)) == (1, 1, 2)
 
 
 def test_a_sheet_is_read_when_the_device_has_written_it(slow, monkeypatch):
@@ -213,6 +225,17 @@ def test_memory_that_a_device_may_still_write_to_is_never_given_back(slow, monke
     assert kept.words is written.words
 
 
+def test_a_sheet_of_a_device_that_has_failed_is_never_given_back(slow, monkeypatch):
+    monkeypatch.setattr(devices, "_abandoned", [])
+    slow.statistics.start(slow.tensors[0], "moments").leave()
+    [page] = slow.lane.under_way
+    page.ready = SimpleNamespace(synchronize=lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        page.unload()
+    assert devices._abandoned == [page.sheet]
+    assert page.sheet.words.data_ptr() not in {words.data_ptr() for words in slow.desk.unused}
+
+
 def test_while_one_waits_the_others_go_on(slow, monkeypatch):
     arrive, locked = slow.lane.arrive, []
 
@@ -233,7 +256,7 @@ def test_statistics_that_never_leave_are_waited_for_once_and_none_is_lost(slow, 
     assert [pages for _, pages in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert len(asked) == 1
     [said] = [record.getMessage() for record in caplog.records]
-    assert said == "device -1 did not write its statistics for 10 s: they take more than 256 MiB from now on"
+    assert said == "device -1 did not write its statistics for 10 s: more than 8 pages are under way from now on"
     for page in slow.lane.under_way:
         Host.send(slow.lane, page)
     for (later, _), tensor in zip(found[:10], slow.tensors, strict=False):

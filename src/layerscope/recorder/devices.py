@@ -47,8 +47,8 @@ __all__ = ["Later", "Statistics"]
 
 _log = logging.getLogger("layerscope")
 
-_MOST = 256 << 20  # bytes of page-locked memory for what one desk has gathered and nobody has read: 8 full pages
-_BOUND = 10.0  # seconds that a hook waits for them, at most
+_AHEAD = 8  # pages of one desk that are gathered, and that nobody has read
+_BOUND = 10.0  # seconds that others wait for one of them, at most
 
 _abandoned: list[Sheet] = []  # that a device may still write to, and nobody will read
 
@@ -130,13 +130,14 @@ class Statistics:
 
     def _turn(self, desk: _Desk) -> bool:
         """See to it that there is a page with a slot that is free, and a table; whether there is."""
-        self._make_way(desk)
+        if desk.is_full:
+            self._make_way(desk)
         with self._lock:
             return self._desks.get(desk.key) is desk and self._page(desk).table != 0  # not one that `_send` gave up
 
     def _page(self, desk: _Desk) -> _Page:
         """Return the page of a desk, another one if all its slots are taken."""
-        if desk.page is not None and desk.page.aboard == desk.slots.size:
+        if desk.is_full:
             self._send(desk)
         return desk.page or self._opened(desk)
 
@@ -195,7 +196,7 @@ class Statistics:
         self, desk: _Desk, known: tuple[Start, str], address: int, count: int, shape: torch.Size
     ) -> Later | None:
         begin, name = known
-        if desk.page is not None and desk.page.aboard == desk.slots.size:
+        if desk.is_full:
             self._make_way(desk)
         try:
             with self._lock:
@@ -211,7 +212,7 @@ class Statistics:
         return Later(page, index, name, shape)
 
     def _make_way(self, desk: _Desk) -> None:
-        """Wait, where another full page would take too much memory; but not for ever.
+        """Wait, where another page would be one too many; but not for ever.
 
         Without the lock: others go on, and one of them may be what the device waits for.
         """
@@ -221,19 +222,21 @@ class Statistics:
             if page is None:
                 return
             if not page.arrive(_BOUND):
-                desk.bound = math.inf
+                desk.ahead = math.inf
                 _log.warning(
-                    "device %d did not write its statistics for %g s: they take more than %d MiB from now on",
-                    desk.place, _BOUND, _MOST >> 20,
+                    "device %d did not write its statistics for %g s: more than %d pages are under way from now on",
+                    desk.place, _BOUND, _AHEAD,
                 )  # fmt: skip
 
     def _opened(self, desk: _Desk) -> _Page:
         def leave() -> None:
+            if desk.page is page:
+                self._make_way(desk)
             with self._lock:
                 if desk.page is page:
                     self._send(desk)
 
-        page = desk.page = _Page(desk.lane, desk.origin, leave)
+        page = desk.page = _Page(desk.lane, desk.origin, leave, desk.unused)
         room = desk.lane.room(24 * desk.slots.size)
         if room is not None:
             chunk, _, page.table = room
@@ -254,13 +257,14 @@ class Statistics:
         try:
             here = is_current(desk.place) and current_stream(desk.place) == desk.stream  # not so in another thread
             with undisturbed(), nullcontext() if here else torch.cuda.stream(page.origin):
-                page.sheet = desk.slots.sheet(page.aboard)
+                page.sheet = desk.slots.sheet(page.aboard, desk.unused.pop() if desk.unused else None)
                 desk.slots.gather(page.sheet)
             page.lane.send(page)
+            desk.in_the_way()  # forgets those that have been read
             desk.sent.append(page)
         except BaseException as error:  # what is in the slots is not known any more
-            if page.sheet is not None:
-                _abandoned.append(page.sheet)
+            if (sheet := page.sheet) is not None:
+                _abandoned.append(sheet)
             self._desks.pop(desk.key, None)
             self._last = {level: other for level, other in self._last.items() if other is not desk}
             page.finish(error)
@@ -279,12 +283,11 @@ class _Desk:
         self.lane = lane_of(where)
         self.origin = torch.cuda.current_stream(where)
         self.slots = device.Slots(where, level, self.stream, wide=wide)
-        first = [self.slots.sheet(self.slots.size) for _ in range(2)]  # to get such memory holds up every launch,
-        del first  # and torch keeps it
+        self.unused = [self.slots.sheet(0).words for _ in range(2)]  # to get such memory holds up every launch
         self.known: dict[torch.dtype, tuple[Start, str]] = {}
         self.page: _Page | None = None
         self.sent: deque[_Page] = deque()  # whose sheets may not have been read
-        self.bound = float(_MOST)  # of bytes of sheets
+        self.ahead = float(_AHEAD)
         self._together: dict[torch.dtype, StartAll | None] = {}
 
     def together(self, dtype: torch.dtype) -> StartAll | None:
@@ -293,20 +296,26 @@ class _Desk:
             self._together[dtype] = self.slots.starting_all(dtype)
         return self._together[dtype]
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the open page has no slot that is free."""
+        return self.page is not None and self.page.aboard == self.slots.size
+
     def in_the_way(self) -> _Page | None:
-        """Return the page that has to leave before the open one, which is full, may be gathered, if there is one."""
+        """Return the page that has to be read before another one is gathered, if there is one."""
         while self.sent and self.sent[0].is_finished:
             self.sent.popleft()
-        if not self.sent or self.page is None or self.page.aboard < self.slots.size:
-            return None
-        return self.sent[0] if self.slots.sheet_size * (len(self.sent) + 1) > self.bound else None
+        return self.sent[0] if len(self.sent) >= self.ahead else None
 
 
 class _Page(Carried):
     """The numbers of tensors that are gathered together."""
 
-    def __init__(self, lane: Lane, origin: torch.cuda.Stream, leave: Callable[[], None]) -> None:
+    def __init__(
+        self, lane: Lane, origin: torch.cuda.Stream, leave: Callable[[], None], unused: list[torch.Tensor]
+    ) -> None:
         super().__init__(lane, origin)
+        self._unused = unused  # memory of sheets that were read
         self.sheet: Sheet | None = None
         self.gathered: Gathered | None = None
         self.table = 0  # where launches are told where many tensors lie
@@ -323,10 +332,16 @@ class _Page(Carried):
     def unload(self) -> None:
         from layerscope.stats.device import Gathered
 
-        assert self.sheet is not None
-        self.ready.synchronize()
-        self.gathered = Gathered.read(self.sheet)
+        sheet = self.sheet
+        assert sheet is not None
+        try:
+            self.ready.synchronize()
+        except BaseException:
+            _abandoned.append(sheet)
+            raise
+        self.gathered = Gathered.read(sheet)
         self.sheet = None
+        self._unused.append(sheet.words)
         self.reads.clear()
 
 

@@ -160,7 +160,6 @@ class Lane:
         self.pinned = None if why_no_driver() else Pinned(let_go=self._retire, ask=partial(self._queue.put, None))
         self._copy = None if why_no_driver() else copying(device.index)
         self._follow = None if why_no_driver() else following(device.index)
-        self._arrived.record(self._stream)  # which makes it
         threading.Thread(target=self._carry, name=f"layerscope-{device}", daemon=True).start()
 
     def board(self, arrival: Arrival, tensor: torch.Tensor) -> None:

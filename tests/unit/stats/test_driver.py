@@ -24,7 +24,7 @@ class Driver:
         self.arguments = arguments
         self.codes = []
         self.launches, self.copies, self.entered = [], [], []
-        self.marks, self.follows = [], []
+        self.follows = []
         address, number = ctypes.c_void_p, ctypes.c_int
         calls = {
             "cuLaunchKernelEx": (self.launch, address, address, address, address),
@@ -53,7 +53,6 @@ class Driver:
         return self.code()
 
     def mark(self, event, stream):
-        self.marks.append((event, stream))
         return self.code()
 
     def follow(self, stream, event, flags):

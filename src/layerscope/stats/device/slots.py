@@ -87,12 +87,12 @@ class Slots:
     """Room on one stream of one device for the numbers of `size` tensors of one level; float64's buckets take more.
 
     Whoever calls sees to it that a slot is started once between two calls of `gather`, which empties them all: what is
-    launched later on one stream runs later. A full page of sketches is a little less than 32 MiB: page-locked memory
-    comes in powers of two.
+    launched later on one stream runs later. A sheet is a little less than 32 MiB with sketches, 16 with those of
+    float64, and 128 KiB without: page-locked memory comes in powers of two.
     """
 
     def __init__(self, device: torch.device, level: Level, stream: int, *, wide: bool = False) -> None:
-        self.size = 8 if wide else 120 if level == "full" else 512
+        self.size = 7 if wide else 120 if level == "full" else 512
         self._full = level == "full"
         self._buckets = _buckets(level, wide=wide)
         self._device = device
@@ -107,15 +107,11 @@ class Slots:
         self._programs = _most_programs(device)
         self._gather = _gathering(device, self._buckets)(stream)
 
-    @property
-    def sheet_size(self) -> int:
-        """How many bytes a sheet takes, however few slots it is for."""
-        return 8 * self.size * (HEAD + self._buckets)
-
-    def sheet(self, used: int) -> Sheet:
-        """Get memory for the numbers of the first `used` slots: what torch keeps of the last one is as large."""
-        is_locked = self._device.type == "cuda"
-        words = torch.empty(self.sheet_size // 8, dtype=torch.int64, device="cpu", pin_memory=is_locked)
+    def sheet(self, used: int, words: torch.Tensor | None = None) -> Sheet:
+        """Return a sheet for the first `used` slots, in the memory of another one, or in memory that is got now."""
+        if words is None:
+            size, is_locked = self.size * (HEAD + self._buckets), self._device.type == "cuda"
+            words = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=is_locked)
         return Sheet(words, used, self._buckets)
 
     def gather(self, sheet: Sheet) -> None:
