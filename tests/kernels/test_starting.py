@@ -5,7 +5,9 @@ On a GPU the same is tested with real streams, in tests/runtimes/test_cuda.py.
 
 from __future__ import annotations
 
+import gc
 import signal
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -223,6 +225,19 @@ def test_memory_that_a_device_may_still_write_to_is_never_given_back(slow, monke
         later.leave()
     [kept], [written] = devices._abandoned, gathered
     assert kept.words is written.words
+
+
+def test_who_has_the_numbers_holds_nothing_else(slow, monkeypatch):
+    monkeypatch.setattr(slow.lane, "send", lambda page: Host.send(slow.lane, page))
+    later = slow.statistics.start(slow.tensors[0], "moments")
+    desk = weakref.ref(slow.desk)
+    later.leave()
+    slow.statistics.close()
+    del slow.desk
+    gc.collect()
+    assert desk() is None
+    later.leave()  # once more
+    assert_like_the_cpu(later(), slow.tensors[0], level="moments")
 
 
 def test_a_sheet_of_a_device_that_has_failed_is_never_given_back(slow, monkeypatch):

@@ -344,6 +344,11 @@ class _Page(Carried):
         self._unused.append(sheet.words)
         self.reads.clear()
 
+    def finish(self, error: BaseException | None = None) -> None:
+        """Tell those who wait; who has the numbers holds neither their desk nor its memory from then on."""
+        super().finish(error)
+        self._send, self._unused = _nothing, []
+
 
 class Later:
     """A summary whose numbers are on their way."""
@@ -377,6 +382,10 @@ class Later:
         assert mine is not None
         assert its is not None
         return mine.same(self._index, its, other._index)
+
+
+def _nothing() -> None:
+    """Have a page that has left leave."""
 
 
 def _why_not() -> str:
