@@ -260,7 +260,6 @@ class Statistics:
                 page.sheet = desk.slots.sheet(page.aboard, desk.unused.pop() if desk.unused else None)
                 desk.slots.gather(page.sheet)
             page.lane.send(page)
-            desk.in_the_way()  # forgets those that have been read
             desk.sent.append(page)
         except BaseException as error:  # what is in the slots is not known any more
             if (sheet := page.sheet) is not None:
@@ -302,7 +301,7 @@ class _Desk:
         return self.page is not None and self.page.aboard == self.slots.size
 
     def in_the_way(self) -> _Page | None:
-        """Return the page that has to be read before another one is gathered, if there is one."""
+        """Forget pages that have been read; return the one that must be before another is gathered, if there is one."""
         while self.sent and self.sent[0].is_finished:
             self.sent.popleft()
         return self.sent[0] if len(self.sent) >= self.ahead else None
