@@ -87,6 +87,10 @@ class Statistics:
             except Exception as error:
                 self._give_up(error)
 
+    def taken_of(self, place: int) -> int:
+        """Return how many bytes of a device statistics take up."""
+        return sum(desk.slots.size_on_device for desk in list(self._desks.values()) if desk.place == place)
+
     def start(self, tensor: torch.Tensor, level: Level) -> Later | None:
         """Launch the reduction of a tensor that lies plainly where the last ones did; None of any other: see `of`.
 

@@ -7,17 +7,19 @@
 A launch or a copy for each tensor costs more than the hook itself where a model waits for Python; one for all of them
 costs little. But what the model changes in place before the step ends is gone then. So each point is tried first: its
 tensor is taken as it appears and once more at the end of the step. If both agree to the bit, and torch counts no change
-in place, the point's tensors of that size are held back from the next step on, up to 64 MB of them. A later change that
-torch counts is noticed: that one record is lost, which is said, and the point is never held back again. One that torch
-does not count (a kernel of one's own, a collective) is noticed when the point is tried again, after 32, 64, ... and at
-last every 512 steps; the records in between are then said to be in doubt.
+in place, the point's tensors of that size are held back from the next step on. A later change that torch counts is
+noticed: that one record is lost, which is said, and the point is never held back again. One that torch does not count
+(a kernel of one's own, a collective) is noticed when the point is tried again, after 32, 64, ... and at last every 512
+steps, or as soon after that as few others are; the records in between are then said to be in doubt.
+
+With the statistics' own memory, all that is held back at a time is less than 64 MB.
 
 What may wait passes by in C (`native/`), most of it without a line of Python.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
@@ -35,10 +37,11 @@ __all__ = ["Gathering", "Held", "leave_behind", "values_of"]
 
 Held = Any  # of `native/`; its parts are listed in `native/sweep.c`
 
-_MOST = 60 << 20  # bytes that are held at a time, and no more than one tensor over that
-_DOUBTED = 48 << 20  # bytes of these that may be in doubt
+_MOST = 56 << 20  # bytes of the device that may be taken up, and no more than one tensor over that
+_DOUBTED = 20 << 20  # bytes of these that may be in doubt
 _SIZES = 8  # of one point's tensors that are told apart
-_SOON, _SELDOM = 32, 512  # steps after which a point that may wait is tried again
+_SOON, _SELDOM = 32, 512  # steps after which a point that may wait is tried again,
+_FEW = 128  # and of how many points one in a step, beside the first
 _LARGEST = 4 << 20  # bytes; a larger one is taken as it appears,
 _HUGE = 16 << 20  # and one that is larger still in its hook's own way: no model waits for Python that has such tensors
 _FOREVER = 1 << 62  # steps
@@ -90,16 +93,15 @@ class _Single(NamedTuple):
 class Standing:
     """What is known of one point: which sizes may wait, and what is being tried."""
 
-    __slots__ = ("leave", "never", "passed", "proofs", "refused", "stagger", "trials")
+    __slots__ = ("leave", "never", "passed", "proofs", "refused", "trials")
 
-    def __init__(self, stagger: int) -> None:
+    def __init__(self) -> None:
         self.leave: Any = None  # the pass that lets its tensors wait
         self.proofs: dict[int, int] = {}  # by the number of items: for how many steps they may
         self.passed: list[tuple[int, tuple[torch.dtype, int]]] = []  # items, dtype, bytes of trials so far
         self.trials = 0  # that nobody has judged yet
         self.refused = -1  # the step in which not all of its calls could be tried
         self.never = False
-        self.stagger = stagger  # so that not all points are tried in the same step
 
     def deny(self) -> None:
         """Never have a tensor of this point wait."""
@@ -107,8 +109,11 @@ class Standing:
         self.proofs.clear()
         self.leave.deny()
 
-    def judge(self, items: int, dtype: torch.dtype, size: int, step: int, *, same: bool) -> None:
-        """Hear how a trial ended; they count together, because a point may have been called several times in a step."""
+    def judge(self, items: int, dtype: torch.dtype, size: int, again: Callable[[int], int], *, same: bool) -> None:
+        """Hear how a trial ended; they count together, because a point may have been called several times in a step.
+
+        `again` says in which step one is tried that is due in so many.
+        """
         self.trials -= 1
         self.passed.append((items, (dtype, size)))
         if not same:
@@ -116,9 +121,8 @@ class Standing:
         if not self.trials:
             for count, (kind, octets) in dict(self.passed).items() if not self.never else ():
                 before = self.proofs.get(count)
-                steps = _SOON + self.stagger if before is None else min(2 * before, _SELDOM)
-                self.proofs[count] = steps
-                self.leave.allow(count, kind, octets, step + steps - 1, False)
+                steps = self.proofs[count] = _SOON if before is None else min(2 * before, _SELDOM)
+                self.leave.allow(count, kind, octets, again(steps) - 1, False)
             self.passed.clear()
 
 
@@ -158,7 +162,7 @@ class Gathering:
     """What one thread's steps hold back on one device; another thread's tensors are taken at once.
 
     `keep` is given all that is held back, in order; `doubtful` is told of a point that turned out to be changed in a
-    way that torch does not count.
+    way that torch does not count. `taken` is how many bytes the recording takes up on the device already.
     """
 
     def __init__(
@@ -170,10 +174,11 @@ class Gathering:
         alone: Alone,
         keep: Callable[[Held], None],
         doubtful: Callable[[Point], None],
+        taken: int = 0,
     ) -> None:
         self.place = place
         here = current_stream if is_alone() else _stream_here
-        self.basket = gates.Basket(place, keep, self._rest, _MOST, here, is_capturing)
+        self.basket = gates.Basket(place, keep, self._rest, _MOST - taken, here, is_capturing)
         self._stream_here: Callable[[], int] = partial(here, place)
         self.gates = gates
         self._take_all = take_all
@@ -182,6 +187,7 @@ class Gathering:
         self._thread: int | None = None
         self._step = 0
         self._points = 0
+        self._due: Counter[int] = Counter()  # how many of them are tried again, by the step
         self._stream = -1
         self._origin: torch.cuda.Stream | None = None
         self._doubts: list[_Doubt] = []
@@ -211,6 +217,7 @@ class Gathering:
         if self.basket.bytes or self._doubts:
             self._leave_nothing()
         self._step += 1
+        self._due.pop(self._step, None)
         stream = self._stream_here()
         if stream > 0 and is_capturing():  # the default one is never captured
             stream = -1
@@ -243,7 +250,7 @@ class Gathering:
         if standing is None:
             if step is None:
                 return
-            standing = request.standing = Standing(self._points % _SOON)
+            standing = request.standing = Standing()
             standing.leave = self.gates.Pass(self.basket, request.point, only, standing, step.requests)
             self._points += 1
         size = 0 if got is None else tensor.untyped_storage().nbytes()  # of the whole that it may be a view of
@@ -337,9 +344,17 @@ class Gathering:
             trial = self._trials.popleft()
             held, size, _ = trial.doubt
             standing, waited, same = trial.doubt.standing, held.items in trial.doubt.standing.proofs, trial.is_same()
-            standing.judge(held.items, held.dtype, size, self._step, same=bool(same))
+            standing.judge(held.items, held.dtype, size, self._again, same=bool(same))
             if waited and same is False:
                 self._doubtful(held.pass_.point)
+
+    def _again(self, steps: int) -> int:
+        """Return the first step, so many from now or later, in which few points are tried again, and count this one."""
+        step = self._step + steps
+        while self._due[step] > self._points // _FEW:
+            step += 1
+        self._due[step] += 1
+        return step
 
     def _take(self, found: Found, *, wanted: Callable[[Standing], bool] = lambda standing: True) -> None:
         """Take each tensor once, whoever saw it, on the stream it was made on."""

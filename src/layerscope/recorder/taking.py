@@ -98,16 +98,11 @@ class Taking:
                 "begin it before the capture"
             )
         self.quick = on_gpu and self._in_memory and not self._listened
-        if self.quick and gathers and place is not None:
-            self._gather(place)
         self._shares = any(sides != {"output"} for sides in plan.sides.values())
         if on_device:
             self._devices.prepare(on_device, level=plan.default.level if plan.counts else None)
-            if self.gathering is not None:
-                try:
-                    lane_of(torch.device("cuda", self.gathering.place)).prepare()
-                except Exception as error:
-                    self.gather_no_more(error)
+            if self.quick and gathers and place is not None:
+                self._gather(place)
         elif plan.counts:
             prepare(*_dtypes(parameters))
         return (self._devices.kernels if on_device else backend()) if plan.counts else None
@@ -118,8 +113,18 @@ class Taking:
             _log.info("tensors on the GPU are taken one by one: %s", native.why_not())
             return
         self.gathering = Gathering(
-            gates, place, take_all=self._take_all, alone=self._alone, keep=self._keep, doubtful=self._doubtful
+            gates,
+            place,
+            take_all=self._take_all,
+            alone=self._alone,
+            keep=self._keep,
+            doubtful=self._doubtful,
+            taken=self._devices.taken_of(place),
         )
+        try:
+            lane_of(torch.device("cuda", place)).prepare()
+        except Exception as error:
+            self.gather_no_more(error)
 
     def gate(self, hook: Any, local: Any) -> Any | None:
         """Return what stands in a hook's place, and lets the usual calls pass, where there is such a thing."""

@@ -45,7 +45,7 @@ class Batch:
 class Device:
     """Plays the model's hooks, and takes together what is held back."""
 
-    def __init__(self, **points):
+    def __init__(self, *, taken=0, **points):
         self.requests = {name: Request(Point(name), wish) for name, wish in points.items()}
         self.batches = []
         self.doubtful = []
@@ -57,6 +57,7 @@ class Device:
             alone=lambda only, tensor: Copy(tensor),
             keep=self.held.append,
             doubtful=lambda point: self.doubtful.append(point.name),
+            taken=taken,
         )
         self.kept = []
         self.due = {}
@@ -397,11 +398,30 @@ def test_a_point_with_a_call_that_cannot_be_tried_is_not_held_back():
     device.assert_kept()
 
 
-def test_points_are_not_all_tried_again_in_the_same_step():
-    names = [f"p{i}" for i in range(16)]
+@pytest.mark.parametrize(("points", "few"), [(16, 1), (127, 1), (128, 2), (300, 3)])
+def test_few_points_are_tried_again_in_a_step_and_each_of_them_after_a_while(points, few):
+    names = [f"p{i}" for i in range(points)]
     device = Device(**dict.fromkeys(names, SUMMARY))
-    said = [device.step(lambda: [device.see(name, torch.randn(8)) for name in names]) for _ in range(34)]
-    assert max(row.count(False) for row in said[1:]) == 1
+    seen = [device.step(lambda: [device.see(name, torch.randn(8)) for name in names]) for _ in range(2)]
+    assert seen == [[False] * points, [True] * points]
+    said = [device.step(lambda: [device.see(name, torch.randn(8)) for name in names]) for _ in range(32 + 128)]
+    tried = [row.count(False) for row in said]
+    assert tried[:31] == [0] * 31
+    assert max(tried) == few
+    assert all(any(not row[i] for row in said) for i in range(points))
+    device.assert_kept()
+
+
+def test_what_is_held_back_leaves_room_for_what_is_taken_up_already(monkeypatch):
+    monkeypatch.setattr(gathering, "_MOST", 100 * 4)
+    points = {f"p{i}": SUMMARY for i in range(6)}
+    for taken, counts in ((0, [3, 3]), (50 * 4, [2, 2, 2]), (90 * 4, [1] * 6)):
+        device = Device(taken=taken, **points)
+        for _ in range(3):
+            device.batches.clear()
+            device.step(lambda device=device: [device.see(name, torch.randn(40)) for name in points])
+        assert [count for _, count in device.batches] == counts
+        device.assert_kept()
 
 
 def test_nothing_is_judged_while_a_graph_is_captured(monkeypatch):

@@ -92,7 +92,7 @@ class Slots:
     """
 
     def __init__(self, device: torch.device, level: Level, stream: int, *, wide: bool = False) -> None:
-        self.size = 7 if wide else 120 if level == "full" else 512
+        self.size = 7 if wide else 120 if level == "full" else 448
         self._full = level == "full"
         self._buckets = _buckets(level, wide=wide)
         self._device = device
@@ -106,6 +106,11 @@ class Slots:
         self._worth: dict[torch.dtype, torch.Tensor] = {}
         self._programs = _most_programs(device)
         self._gather = _gathering(device, self._buckets)(stream)
+
+    @property
+    def size_on_device(self) -> int:
+        """How many bytes they take up."""
+        return self._rows.nbytes + self._tables.nbytes
 
     def sheet(self, used: int, words: torch.Tensor | None = None) -> Sheet:
         """Return a sheet for the first `used` slots, in the memory of another one, or in memory that is got now."""
