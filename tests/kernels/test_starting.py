@@ -514,3 +514,15 @@ def test_nothing_is_launched_while_another_device_is_the_current_one(host, monke
         gathered.end()
     assert_like_the_cpu(values_of(kept[-1]), x, level="moments")
     assert set(launched) == {PLACE}
+
+
+@pytest.mark.parametrize("level", ["moments", "full"])
+def test_what_statistics_take_up_of_the_device_is_known_and_leaves_room_for_what_is_tried(host, level):
+    tensors = [values(torch.bfloat16, 100), values(torch.float64, 100)]
+    for seen in (tensors[:1], tensors):
+        statistics = statistics_of(*seen, level=level)
+        lying = [vars(desk.slots).values() for desk in statistics._desks.values()]
+        sizes = [part.nbytes for parts in lying for part in parts if isinstance(part, torch.Tensor)]
+        assert 0 <= sum(sizes) - statistics.taken_of(PLACE) < 1e5  # weights and cursors
+        assert statistics.taken_of(PLACE + 1) == 0
+        assert statistics.taken_of(PLACE) + gathering._DOUBTED < gathering._MOST

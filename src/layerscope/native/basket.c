@@ -331,6 +331,7 @@ static PyMethodDef Basket_methods[] = {
 static PyMemberDef Basket_members[] = {
     {"bytes", T_PYSSIZET, offsetof(Basket, bytes), READONLY, "of the tensors that wait"},
     {"doubted", T_PYSSIZET, offsetof(Basket, doubted), 0, "bytes of those that are tried beside them"},
+    {"most", T_PYSSIZET, offsetof(Basket, most), 0, "bytes of both together, at which all are taken"},
     {"step", T_OBJECT, offsetof(Basket, step), READONLY, "the one under way"},
     {NULL}};
 

@@ -37,8 +37,8 @@ __all__ = ["Gathering", "Held", "leave_behind", "values_of"]
 
 Held = Any  # of `native/`; its parts are listed in `native/sweep.c`
 
-_MOST = 56 << 20  # bytes of the device that may be taken up, and no more than one tensor over that
-_DOUBTED = 20 << 20  # bytes of these that may be in doubt
+_MOST = 56 << 20  # bytes of the device that may be taken up: more has all that waits taken, as soon as a call is over
+_DOUBTED = 20 << 20  # bytes of these that may be in doubt, half of them of points that are tried again
 _SIZES = 8  # of one point's tensors that are told apart
 _SOON, _SELDOM = 32, 512  # steps after which a point that may wait is tried again,
 _FEW = 128  # and of how many points one in a step, beside the first
@@ -109,10 +109,10 @@ class Standing:
         self.proofs.clear()
         self.leave.deny()
 
-    def judge(self, items: int, dtype: torch.dtype, size: int, again: Callable[[int], int], *, same: bool) -> None:
+    def judge(self, items: int, dtype: torch.dtype, size: int, again: Callable[[int, int], int], *, same: bool) -> None:
         """Hear how a trial ended; they count together, because a point may have been called several times in a step.
 
-        `again` says in which step one is tried that is due in so many.
+        `again` says in which step one is tried that is due in so many, and has so many bytes.
         """
         self.trials -= 1
         self.passed.append((items, (dtype, size)))
@@ -121,9 +121,31 @@ class Standing:
         if not self.trials:
             for count, (kind, octets) in dict(self.passed).items() if not self.never else ():
                 before = self.proofs.get(count)
-                steps = self.proofs[count] = _SOON if before is None else min(2 * before, _SELDOM)
-                self.leave.allow(count, kind, octets, again(steps) - 1, False)
+                steps = _SOON if before is None else min(2 * before, _SELDOM)
+                if self.leave.allow(count, kind, octets, again(steps, octets) - 1, False):  # not if it has too many
+                    self.proofs[count] = steps
             self.passed.clear()
+
+
+class Agenda:
+    """In which step each point is tried again: few of them in one, and few bytes."""
+
+    def __init__(self) -> None:
+        self.points: Counter[int] = Counter()
+        self.bytes: Counter[int] = Counter()
+
+    def book(self, step: int, size: int, *, few: int) -> int:
+        """Return the first step, this one or later, in which there is room for one more, and count it there."""
+        while self.points[step] and (self.points[step] >= few or self.bytes[step] + size > _DOUBTED // 2):
+            step += 1
+        self.points[step] += 1
+        self.bytes[step] += size
+        return step
+
+    def strike(self, step: int) -> None:
+        """Forget a step that has come."""
+        self.points.pop(step, None)
+        self.bytes.pop(step, None)
 
 
 class _Doubt(NamedTuple):
@@ -162,7 +184,7 @@ class Gathering:
     """What one thread's steps hold back on one device; another thread's tensors are taken at once.
 
     `keep` is given all that is held back, in order; `doubtful` is told of a point that turned out to be changed in a
-    way that torch does not count. `taken` is how many bytes the recording takes up on the device already.
+    way that torch does not count. `taken` says how many bytes statistics take up on the device by themselves.
     """
 
     def __init__(
@@ -174,20 +196,21 @@ class Gathering:
         alone: Alone,
         keep: Callable[[Held], None],
         doubtful: Callable[[Point], None],
-        taken: int = 0,
+        taken: Callable[[], int] = lambda: 0,
     ) -> None:
         self.place = place
         here = current_stream if is_alone() else _stream_here
-        self.basket = gates.Basket(place, keep, self._rest, _MOST - taken, here, is_capturing)
+        self.basket = gates.Basket(place, keep, self._rest, _MOST, here, is_capturing)
         self._stream_here: Callable[[], int] = partial(here, place)
         self.gates = gates
         self._take_all = take_all
         self._alone = alone
         self._doubtful = doubtful
+        self._taken = taken
         self._thread: int | None = None
         self._step = 0
         self._points = 0
-        self._due: Counter[int] = Counter()  # how many of them are tried again, by the step
+        self._agenda = Agenda()
         self._stream = -1
         self._origin: torch.cuda.Stream | None = None
         self._doubts: list[_Doubt] = []
@@ -216,8 +239,8 @@ class Gathering:
             self._thread = thread
         if self.basket.bytes or self._doubts:
             self._leave_nothing()
-        self._step += 1
-        self._due.pop(self._step, None)
+        self._step += 1  # though nothing is due in it: what is seldom seen is tried whenever it is
+        self._agenda.strike(self._step)
         stream = self._stream_here()
         if stream > 0 and is_capturing():  # the default one is never captured
             stream = -1
@@ -229,6 +252,7 @@ class Gathering:
             with undisturbed():
                 self._judge()
         if step is not None and stream != -1:
+            self.basket.most = _MOST - self._taken()
             self.basket.open(step, self._step, stream, step.alone)
         else:
             self.basket.shut()
@@ -257,8 +281,8 @@ class Gathering:
         if only != "tensor" and (standing.never or size > _LARGEST):
             if 0 < size <= _HUGE:
                 standing.leave.allow(tensor.numel(), tensor.dtype, size, _FOREVER, True)
-        else:
-            tried = got is not None and step is not None and self._can_try(standing, tensor, size)
+        elif standing.leave.count < _SIZES or tensor.numel() in standing.proofs:  # of another size none will ever wait
+            tried = got is not None and step is not None and self._can_try(standing, only, tensor, size)
             held = self.basket.make(standing.leave, tensor) if tried else None
             if held is None:
                 standing.refused = self._step
@@ -266,11 +290,13 @@ class Gathering:
             self._doubts.append(_Doubt(held, size, got))
             if not any(other.held.tensor is tensor for other in self._doubts[-8:-1]):
                 self.basket.doubted += size
+            if self.basket.bytes + self.basket.doubted > self.basket.most:
+                self.flush()
 
-    def _can_try(self, standing: Standing, tensor: torch.Tensor, size: int) -> bool:
+    def _can_try(self, standing: Standing, only: Only, tensor: torch.Tensor, size: int) -> bool:
         if standing.never or size > _LARGEST or self.basket.doubted + size > _DOUBTED or tensor.is_inference():
             return False
-        if len(standing.proofs) >= _SIZES and tensor.numel() not in standing.proofs:
+        if only != "tensor" and tensor.dtype is torch.float64:  # of which one launch takes one
             return False
         return self._stream_here() == self._stream
 
@@ -348,13 +374,8 @@ class Gathering:
             if waited and same is False:
                 self._doubtful(held.pass_.point)
 
-    def _again(self, steps: int) -> int:
-        """Return the first step, so many from now or later, in which few points are tried again, and count this one."""
-        step = self._step + steps
-        while self._due[step] > self._points // _FEW:
-            step += 1
-        self._due[step] += 1
-        return step
+    def _again(self, steps: int, size: int) -> int:
+        return self._agenda.book(self._step + steps, size, few=1 + self._points // _FEW)
 
     def _take(self, found: Found, *, wanted: Callable[[Standing], bool] = lambda standing: True) -> None:
         """Take each tensor once, whoever saw it, on the stream it was made on."""

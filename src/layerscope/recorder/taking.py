@@ -119,7 +119,7 @@ class Taking:
             alone=self._alone,
             keep=self._keep,
             doubtful=self._doubtful,
-            taken=self._devices.taken_of(place),
+            taken=partial(self._devices.taken_of, place),
         )
         try:
             lane_of(torch.device("cuda", place)).prepare()

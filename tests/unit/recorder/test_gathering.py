@@ -45,11 +45,12 @@ class Batch:
 class Device:
     """Plays the model's hooks, and takes together what is held back."""
 
-    def __init__(self, *, taken=0, **points):
+    def __init__(self, **points):
         self.requests = {name: Request(Point(name), wish) for name, wish in points.items()}
         self.batches = []
         self.doubtful = []
         self.held = []
+        self.taken = 0  # bytes, by statistics
         self.gathering = Gathering(
             native.load(),
             HERE,
@@ -57,7 +58,7 @@ class Device:
             alone=lambda only, tensor: Copy(tensor),
             keep=self.held.append,
             doubtful=lambda point: self.doubtful.append(point.name),
-            taken=taken,
+            taken=lambda: self.taken,
         )
         self.kept = []
         self.due = {}
@@ -78,6 +79,8 @@ class Device:
         else:
             assert self.held[-1] is held
             got = partial(values_of, held)
+        basket = self.gathering.basket
+        assert basket.bytes + basket.doubted <= max(basket.most, basket.doubted)
         self.kept.append((name, got, tensor.clone()))
         return held is not None and (held.twin or held).tensor is not None
 
@@ -352,14 +355,17 @@ def test_a_point_is_tried_again_and_again_and_said_to_be_in_doubt_if_it_has_chan
         x.data.add_(1) if change else None
         return held
 
-    said = [device.step(lambda: forward(change=False)) for _ in range(400)]
-    assert [number for number, held in enumerate(said) if not held] == [0, 33, 98, 227]  # after 32, 64, 128 steps
+    said = [device.step(lambda: forward(change=False)) for _ in range(1600)]
+    tried = [number for number, held in enumerate(said) if not held]
+    assert tried == [0, 33, 98, 227, 484, 997, 1510]  # after 32, 64, 128, 256, 512 and 512 steps
+    agenda = device.gathering._agenda
+    assert len(agenda.points) == len(agenda.bytes) == 1
     assert device.doubtful == []
     device.assert_kept()
-    said = [device.step(lambda: forward(change=True)) for _ in range(300)]
-    assert 50 < said.count(True) < 120  # until it was tried
+    said = [device.step(lambda: forward(change=True)) for _ in range(500)]
+    assert said.count(True) == 1510 + 513 - 1600  # until it was tried
     assert device.doubtful == ["a"]
-    assert said[-100:] == [False] * 100
+    assert said[-70:] == [False] * 70
 
 
 @pytest.mark.parametrize("calls", [2, 3, 5, 7])
@@ -412,16 +418,102 @@ def test_few_points_are_tried_again_in_a_step_and_each_of_them_after_a_while(poi
     device.assert_kept()
 
 
-def test_what_is_held_back_leaves_room_for_what_is_taken_up_already(monkeypatch):
+def test_few_bytes_are_tried_again_in_a_step_so_that_new_points_are_tried_too(monkeypatch):
+    monkeypatch.setattr(gathering, "_DOUBTED", 100 * 4)
+    monkeypatch.setattr(gathering, "_FEW", 8)
+    old, new = [[f"{kind}{i}" for i in range(60)] for kind in ("old", "new")]
+    device = Device(**dict.fromkeys(old + new, SUMMARY))
+
+    def forward(names):
+        return [device.see(name, torch.randn(25)) for name in names]
+
+    first = [device.step(lambda: forward(old)).count(False) for _ in range(16)]
+    assert first == [60 - 4 * i for i in range(16)]  # four are tried in a step
+    for _ in range(17):
+        assert device.step(lambda: forward(old)) == [True] * 60
+    both = [device.step(lambda: forward(old + new)) for _ in range(31)]
+    assert {row[:60].count(False) for row in both[:15]} == {2}  # more were due
+    assert [row[60:].count(False) for row in both] == [60 - 2 * i for i in range(31)]
+    device.assert_kept()
+
+
+@pytest.mark.parametrize("every", [1, 10, 40])
+def test_steps_in_which_nothing_is_due_count_so_that_what_is_seldom_seen_is_tried_as_soon(every):
+    names = [f"p{i}" for i in range(16)]
+    device = Device(**dict.fromkeys(names, SUMMARY))
+    tried = []
+    for _ in range(50):
+        tried.append(device.step(lambda: [device.see(name, torch.randn(8)) for name in names]).count(False))
+        for _ in range(every - 1):
+            device.gathering.begin(None)
+    assert tried[0] == 16
+    assert max(tried[1:]) <= every
+    assert sum(tried[1 : 1 + 100 // every]) == 16
+    device.assert_kept()
+
+
+def test_a_point_of_too_many_sizes_is_not_tried_for_ever(monkeypatch):
+    monkeypatch.setattr(gathering, "_LARGEST", 50 * 4)
+    monkeypatch.setattr(gathering, "_HUGE", 100 * 4)
+    device = Device(a=SUMMARY)
+    for size in (*range(51, 56), *range(8, 13)):
+        device.step(lambda size=size: device.see("a", torch.randn(size)))
+    assert [device.step(lambda: device.see("a", torch.randn(11))) for _ in range(200)] == [False] * 200
+    assert len(device.gathering._agenda.points) <= 3  # of the sizes that may wait
+    assert len(device.batches) < 20  # the trials of five sizes, and the large ones
+    device.step(lambda: [device.see("a", torch.randn(size)) for size in (8, 9, 10)])
+    assert device.step(lambda: [device.see("a", torch.randn(size)) for size in (8, 9, 10)]) == [True] * 3
+    device.assert_kept()
+
+
+def test_sizes_that_are_all_new_in_one_step_find_no_more_room_than_there_is():
+    device = Device(a=SUMMARY)
+    said = [device.step(lambda: [device.see("a", torch.randn(size)) for size in range(20, 32)]) for _ in range(60)]
+    assert said[0] == [False] * 12
+    assert said[1] == said[-1] == [True] * 8 + [False] * 4
+    assert {row[:8].count(False) for row in said[33:41]} == {1}  # each of these is tried again by itself
+    assert sum(device.gathering._agenda.points.values()) == 8  # and the others are not
+    device.assert_kept()
+
+
+def test_statistics_of_float64_are_taken_at_once_and_leave_others_room_to_be_tried(monkeypatch):
+    monkeypatch.setattr(gathering, "_DOUBTED", 100 * 4)
+    device = Device(wide=SUMMARY, copied=TENSOR, narrow=SUMMARY)
+
+    def forward():
+        wide, narrow = torch.randn(40, dtype=torch.float64), torch.randn(20)
+        return [device.see("wide", wide), device.see("copied", wide), device.see("narrow", narrow)]
+
+    assert [device.step(forward) for _ in range(3)] == [[False] * 3, [False, True, True], [False, True, True]]
+    device.assert_kept()
+
+
+def test_what_is_held_back_leaves_room_for_what_statistics_take_up(monkeypatch):
     monkeypatch.setattr(gathering, "_MOST", 100 * 4)
     points = {f"p{i}": SUMMARY for i in range(6)}
-    for taken, counts in ((0, [3, 3]), (50 * 4, [2, 2, 2]), (90 * 4, [1] * 6)):
-        device = Device(taken=taken, **points)
+    device = Device(**points)
+    for taken, counts in ((0, [3, 3]), (50 * 4, [2, 2, 2]), (90 * 4, [1] * 6), (300 * 4, [1] * 6), (0, [3, 3])):
+        device.taken = taken
         for _ in range(3):
             device.batches.clear()
-            device.step(lambda device=device: [device.see(name, torch.randn(40)) for name in points])
+            device.step(lambda: [device.see(name, torch.randn(40)) for name in points])
         assert [count for _, count in device.batches] == counts
-        device.assert_kept()
+    device.assert_kept()
+
+
+def test_what_is_tried_beside_what_waits_leaves_room_for_it(monkeypatch):
+    monkeypatch.setattr(gathering, "_MOST", 100 * 4)
+    device = Device(a=SUMMARY, b=SUMMARY, new=SUMMARY, newer=SUMMARY)
+    for _ in range(2):
+        device.step(lambda: [device.see(name, torch.randn(40)) for name in ("a", "b")])
+    device.batches.clear()
+    device.step(lambda: [device.see(name, torch.randn(40)) for name in ("a", "b", "new", "newer")])
+    assert [count for _, count in device.batches] == [2, 2]  # what waits, when the first new one comes; what is tried
+    device.assert_kept()
+
+
+def test_with_one_more_tensor_it_is_less_than_64_mb():
+    assert gathering._MOST + gathering._LARGEST < 64e6
 
 
 def test_nothing_is_judged_while_a_graph_is_captured(monkeypatch):

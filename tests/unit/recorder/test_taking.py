@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from torch import nn
 
 import layerscope as ls
 from asserts import assert_same_bits
-from layerscope.points import Point
-from layerscope.recorder import devices
+from layerscope import native
+from layerscope.points import Moment, Point
+from layerscope.recorder import devices, gathering
+from layerscope.recorder import taking as hand_of
+from layerscope.recorder.recording import _Step
 from layerscope.recorder.taking import Taking
 from layerscope.recorder.taps import Wish
 from layerscope.stats import summarize
@@ -116,6 +120,23 @@ def test_a_step_in_which_nothing_is_due_begins_and_has_what_a_backward_pass_brou
             model(torch.ones(1, 2))
     assert gathering.heard == ["begin", "end", "begin", "begin"]
     assert rests == [2, 3, 4]
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=f"no gates: {native.why_not()}")
+def test_what_waits_leaves_room_for_statistics_whenever_they_take_it_up(monkeypatch):
+    monkeypatch.setattr(hand_of, "lane_of", lambda where: SimpleNamespace(prepare=lambda: None))
+    monkeypatch.setattr(gathering, "_stream_here", lambda place: 0)
+    monkeypatch.setattr(gathering, "is_alone", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda place: None)
+    hand = taking()
+    hand._gather(3)
+    room = []
+    for place, size in ((5, 1000), (3, 500), (3, 300)):
+        slots = SimpleNamespace(size_on_device=size)
+        hand._devices._desks[place, size] = SimpleNamespace(place=place, slots=slots)
+        hand.gathering.begin(_Step(Moment(), requests={}))
+        room.append(hand.gathering.basket.most)
+    assert room == [room[0], room[0] - 500, room[0] - 800]
 
 
 @pytest.mark.parametrize("only", ["full", "tensor"])
