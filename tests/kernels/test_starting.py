@@ -346,7 +346,7 @@ def test_a_trial_is_lost_where_the_values_change_and_won_where_they_do_not(gathe
     y.data[7] += 1  # which torch does not count
     gathered.end()
     gathered.begin(_Step(Moment(), requests=gathered.due))
-    assert (list(calm.standing.proofs), restless.standing.never) == ([100], True)
+    assert (list(calm.standing.proofs), restless.standing.never) == ([(100, torch.bfloat16)], True)
     held = gathered.hold(calm, x, Moment())
     assert gathered.hold(restless, y, Moment()) is None
     gathered.end()

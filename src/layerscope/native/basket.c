@@ -23,6 +23,8 @@ static int is_on_stream(Basket *basket)
     return quiet;
 }
 
+static int is_of(const Size *size, unsigned long long type) { return !size->type || !type || size->type == type; }
+
 /* Whether a tensor may wait, by its pass; it is one of torch's own type. */
 static int may_wait(Pass *pass, PyObject *tensor, Part *part)
 {
@@ -31,7 +33,7 @@ static int may_wait(Pass *pass, PyObject *tensor, Part *part)
     Lying lying;
     if (pass->requests != basket->requests || !pass->count || !lies(tensor, &how, &lying)) return 0;
     Size *size = pass->sizes, *end = size + pass->count;
-    while (size < end && size->items != lying.items) size++;
+    while (size < end && !(size->items == lying.items && is_of(size, lying.type))) size++;
     if (size == end || basket->number > size->until) return 0;
     *part = (Part){pass, tensor, size, lying, NULL};
     return 1;
@@ -378,11 +380,12 @@ static int Pass_clear(Pass *self)
 
 static PyObject *Pass_allow(Pass *self, PyObject *args)
 {
-    Size size;
+    Size size = {0}; /* without a type, of any */
     PyObject *dtype;
-    if (!PyArg_ParseTuple(args, "LOnLp", &size.items, &dtype, &size.size, &size.until, &size.now)) return NULL;
+    if (!PyArg_ParseTuple(args, "LOnLp|K", &size.items, &dtype, &size.size, &size.until, &size.now, &size.type))
+        return NULL;
     int at = 0;
-    while (at < self->count && self->sizes[at].items != size.items) at++;
+    while (at < self->count && !(self->sizes[at].items == size.items && is_of(&self->sizes[at], size.type))) at++;
     if (at == SIZES) Py_RETURN_FALSE;
     if (at == self->count) self->count++;
     self->sizes[at] = size;
@@ -399,7 +402,7 @@ static PyObject *Pass_deny(Pass *self, PyObject *none)
 
 static PyMethodDef Pass_methods[] = {
     {"allow", (PyCFunction)Pass_allow, METH_VARARGS,
-     "Let tensors of so many items, of a dtype and bytes, wait until a step, or be taken at once."},
+     "Let tensors of so many items, of a dtype and bytes, wait until a step, or be taken at once; of a type or any."},
     {"deny", (PyCFunction)Pass_deny, METH_NOARGS, "Let none wait."},
     {NULL}};
 

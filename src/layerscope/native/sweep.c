@@ -60,7 +60,7 @@ static int is_typed(Held *self, DLDataType type)
     }
     Py_XSETREF(self->dtype, PyObject_GetAttr(self->tensor, s_dtype));
     if (self->dtype == NULL || pass->dtype == NULL) return self->dtype != NULL && type.code != kDLComplex;
-    if (pass->dtype != self->dtype) return 0;
+    if (pass->dtype != self->dtype) return type.code != kDLComplex;
     pass->type = type;
     pass->typed = type.bits != 8 || (type.code != kDLInt && type.code != kDLUInt); /* uint4 is called as uint8 is */
     return 1;
@@ -85,6 +85,7 @@ static PyMemberDef Held_members[] = {
     {"part", T_OBJECT, offsetof(Held, part), 0, "that part, once somebody asked for it"},
     {"twin", T_OBJECT, offsetof(Held, twin), READONLY, "the first to wait for the same tensor"},
     {"items", T_LONGLONG, offsetof(Held, lying.items), READONLY, "of the tensor"},
+    {"type", T_ULONGLONG, offsetof(Held, lying.type), READONLY, "of its items, as DLPack has it"},
     {"address", T_ULONGLONG, offsetof(Held, lying.address), READONLY, "of the tensor"},
     {NULL}};
 

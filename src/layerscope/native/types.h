@@ -97,7 +97,7 @@ static PyObject *s_calls, *s_at, *s_moments, *s_dtype, *s_requests, *s_page, *s_
 /* How a tensor lies: how many items, where, and as what they are seen (dtype, shape and strides in one number). */
 typedef struct {
     long long items;
-    unsigned long long address, layout;
+    unsigned long long address, layout, type; /* `type`: code, bits and lanes of an item */
 } Lying;
 
 typedef struct {
@@ -127,6 +127,7 @@ typedef struct {
 
 typedef struct {
     long long items, until;
+    unsigned long long type; /* 0 is any */
     Py_ssize_t size;
     int now; /* whether it is taken as it appears, with all that waits */
 } Size;
@@ -195,6 +196,7 @@ static int lies(PyObject *tensor, DLTensor *how, Lying *lying)
 {
     if (torch_says->dltensor_from_py_object_no_sync(tensor, how) != 0) return 0;
     unsigned long long layout = how->dtype.code | how->dtype.bits << 8 | (unsigned long long)how->dtype.lanes << 16;
+    lying->type = layout;
     lying->items = 1;
     for (int i = 0; i < how->ndim; i++) {
         lying->items *= how->shape[i];

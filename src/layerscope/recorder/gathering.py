@@ -90,6 +90,13 @@ class _Single(NamedTuple):
         return self.got
 
 
+_Sort = tuple[int, torch.dtype]  # of one point's tensors: how many items, and which
+
+
+def _sort(one: Held) -> _Sort:
+    return one.items, one.dtype
+
+
 class Standing:
     """What is known of one point: which sizes may wait, and what is being tried."""
 
@@ -97,8 +104,8 @@ class Standing:
 
     def __init__(self) -> None:
         self.leave: Any = None  # the pass that lets its tensors wait
-        self.proofs: dict[int, int] = {}  # by the number of items: for how many steps they may
-        self.passed: list[tuple[int, tuple[torch.dtype, int]]] = []  # items, dtype, bytes of trials so far
+        self.proofs: dict[_Sort, int] = {}  # for how many steps they may
+        self.passed: list[tuple[_Sort, int, int]] = []  # of trials so far; what C calls the dtype, and bytes
         self.trials = 0  # that nobody has judged yet
         self.refused = -1  # the step in which not all of its calls could be tried
         self.never = False
@@ -109,21 +116,23 @@ class Standing:
         self.proofs.clear()
         self.leave.deny()
 
-    def judge(self, items: int, dtype: torch.dtype, size: int, again: Callable[[int, int], int], *, same: bool) -> None:
+    def judge(self, held: Held, size: int, again: Callable[[int, int], int], *, same: bool) -> None:
         """Hear how a trial ended; they count together, because a point may have been called several times in a step.
 
         `again` says in which step one is tried that is due in so many, and has so many bytes.
         """
         self.trials -= 1
-        self.passed.append((items, (dtype, size)))
+        self.passed.append((_sort(held), held.type, size))
         if not same:
             self.deny()
         if not self.trials:
-            for count, (kind, octets) in dict(self.passed).items() if not self.never else ():
-                before = self.proofs.get(count)
+            kinds = {} if self.never else {sort: (kind, octets) for sort, kind, octets in self.passed}
+            for sort, (kind, octets) in kinds.items():
+                before = self.proofs.get(sort)
                 steps = _SOON if before is None else min(2 * before, _SELDOM)
-                if self.leave.allow(count, kind, octets, again(steps, octets) - 1, False):  # not if it has too many
-                    self.proofs[count] = steps
+                until = again(steps, sum(size for other, _, size in self.passed if other == sort)) - 1
+                if self.leave.allow(*sort, octets, until, False, kind):  # not if it has too many
+                    self.proofs[sort] = steps
             self.passed.clear()
 
 
@@ -269,7 +278,7 @@ class Gathering:
         """
         standing: Standing | None = request.standing
         step = self.basket.step if self.is_mine else None
-        if not request.gathers or (standing is not None and standing.trials):
+        if not request.gathers or (standing is not None and (standing.trials or standing.refused == self._step)):
             return
         if standing is None:
             if step is None:
@@ -279,22 +288,38 @@ class Gathering:
             self._points += 1
         size = 0 if got is None else tensor.untyped_storage().nbytes()  # of the whole that it may be a view of
         if only != "tensor" and (standing.never or size > _LARGEST):
-            if 0 < size <= _HUGE:
+            most = _SIZES if standing.never else _SIZES // 2  # the other half is for those that may wait
+            if 0 < size <= _HUGE and standing.leave.count - len(standing.proofs) < most:
                 standing.leave.allow(tensor.numel(), tensor.dtype, size, _FOREVER, True)
-        elif standing.leave.count < _SIZES or tensor.numel() in standing.proofs:  # of another size none will ever wait
+        elif standing.leave.count < _SIZES or (tensor.numel(), tensor.dtype) in standing.proofs:  # others never wait
             tried = got is not None and step is not None and self._can_try(standing, only, tensor, size)
             held = self.basket.make(standing.leave, tensor) if tried else None
             if held is None:
-                standing.refused = self._step
+                self._refuse(standing, size)
                 return
             self._doubts.append(_Doubt(held, size, got))
             if not any(other.held.tensor is tensor for other in self._doubts[-8:-1]):
                 self.basket.doubted += size
-            if self.basket.bytes + self.basket.doubted > self.basket.most:
-                self.flush()
+
+    def _refuse(self, standing: Standing, size: int) -> None:
+        """Try a point another time; what is in doubt of it is let go, and never tried again where it is too much."""
+        standing.refused = self._step
+        mine = [one for one in self._doubts if one.standing is standing]
+        if mine:
+            self._doubts = [one for one in self._doubts if one.standing is not standing]
+            self.basket.doubted = sum({id(one.held.tensor): one.size for one in self._doubts}.values())
+            if sum(one.size for one in mine) + size > _DOUBTED:
+                standing.deny()
+
+    def make_room(self) -> None:
+        """Take what waits, where that and what is tried beside it are too much."""
+        if self.is_mine and self.basket.bytes + self.basket.doubted > self.basket.most:
+            self.flush()
 
     def _can_try(self, standing: Standing, only: Only, tensor: torch.Tensor, size: int) -> bool:
-        if standing.never or size > _LARGEST or self.basket.doubted + size > _DOUBTED or tensor.is_inference():
+        if standing.never or size > _LARGEST or tensor.is_inference():
+            return False
+        if self.basket.doubted + size > min(_DOUBTED, self.basket.most):
             return False
         if only != "tensor" and tensor.dtype is torch.float64:  # of which one launch takes one
             return False
@@ -369,8 +394,9 @@ class Gathering:
         while self._trials and self._trials[0].has_arrived:
             trial = self._trials.popleft()
             held, size, _ = trial.doubt
-            standing, waited, same = trial.doubt.standing, held.items in trial.doubt.standing.proofs, trial.is_same()
-            standing.judge(held.items, held.dtype, size, self._again, same=bool(same))
+            standing, same = trial.doubt.standing, trial.is_same()
+            waited = _sort(held) in standing.proofs
+            standing.judge(held, size, self._again, same=bool(same))
             if waited and same is False:
                 self._doubtful(held.pass_.point)
 

@@ -481,6 +481,7 @@ class Recording:
                 return False
             copy, summary = (got, None) if only == "tensor" else (None, got)
             self._pending.append((request.point, moment, copy, summary, None))
+            self._taking.make_room()
         if not request.recorded:
             request.recorded = True
             self._ledger.recorded(request.point)

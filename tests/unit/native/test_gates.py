@@ -388,7 +388,23 @@ def test_what_lies_on_another_device_is_odd():
     assert bench.sweep() == ({}, [held], [])
 
 
-def test_another_dtype_than_was_tried_is_odd():
+def test_another_dtype_than_was_tried_does_not_wait():
+    bench = Bench()
+    leave = bench.leave()
+    single, whole = (bench.basket.make(leave, tensor).type for tensor in (bits(4), bits(4).int()))
+    assert leave.allow(4, torch.float32, 16, 100, False, single)
+    [held] = bench.hold(leave, bits(4))
+    for other in (bits(4).double(), bits(4).int(), bits(4).bfloat16()):
+        assert bench.basket.hold(leave, other, "a moment") is None
+    assert leave.allow(4, torch.int32, 16, 100, False, whole)
+    assert leave.count == 2
+    [other] = bench.hold(leave, bits(4).int())
+    groups, odd, changed = bench.sweep()
+    assert groups == {("moments", torch.float32): [held], ("moments", torch.int32): [other]}
+    assert odd == changed == []
+
+
+def test_where_any_dtype_may_wait_each_is_taken_by_itself():
     bench, desk = Bench(), Desk()
     bench.aim(desk)
     leave = bench.leave(4)
@@ -397,8 +413,8 @@ def test_another_dtype_than_was_tried_is_odd():
     groups, odd, changed = bench.sweep()
 
     assert single.got is desk.pages[0]
-    assert groups == {("moments", torch.float32): []}
-    assert (odd, changed) == ([double], [])
+    assert groups == {("moments", torch.float32): [], ("moments", torch.float64): [double]}
+    assert odd == changed == []
 
 
 def test_each_dtype_is_taken_by_itself():

@@ -79,9 +79,10 @@ class Device:
         else:
             assert self.held[-1] is held
             got = partial(values_of, held)
-        basket = self.gathering.basket
-        assert basket.bytes + basket.doubted <= max(basket.most, basket.doubted)
         self.kept.append((name, got, tensor.clone()))
+        self.gathering.make_room()
+        basket = self.gathering.basket
+        assert basket.bytes + basket.doubted <= max(basket.most, 0)
         return held is not None and (held.twin or held).tensor is not None
 
     def begin(self):
@@ -437,6 +438,13 @@ def test_few_bytes_are_tried_again_in_a_step_so_that_new_points_are_tried_too(mo
     device.assert_kept()
 
 
+def test_all_calls_of_a_point_are_booked_together():
+    device = Device(a=SUMMARY)
+    for _ in range(2):
+        device.step(lambda: [device.see("a", torch.randn(25)) for _ in range(3)])
+    assert dict(device.gathering._agenda.bytes) == {34: 300}
+
+
 @pytest.mark.parametrize("every", [1, 10, 40])
 def test_steps_in_which_nothing_is_due_count_so_that_what_is_seldom_seen_is_tried_as_soon(every):
     names = [f"p{i}" for i in range(16)]
@@ -456,13 +464,14 @@ def test_a_point_of_too_many_sizes_is_not_tried_for_ever(monkeypatch):
     monkeypatch.setattr(gathering, "_LARGEST", 50 * 4)
     monkeypatch.setattr(gathering, "_HUGE", 100 * 4)
     device = Device(a=SUMMARY)
-    for size in (*range(51, 56), *range(8, 13)):
+    for size in (*range(51, 60), *range(8, 13)):  # of which four and four are told apart
         device.step(lambda size=size: device.see("a", torch.randn(size)))
-    assert [device.step(lambda: device.see("a", torch.randn(11))) for _ in range(200)] == [False] * 200
-    assert len(device.gathering._agenda.points) <= 3  # of the sizes that may wait
-    assert len(device.batches) < 20  # the trials of five sizes, and the large ones
-    device.step(lambda: [device.see("a", torch.randn(size)) for size in (8, 9, 10)])
-    assert device.step(lambda: [device.see("a", torch.randn(size)) for size in (8, 9, 10)]) == [True] * 3
+    trials = len(device.batches)
+    assert [device.step(lambda: device.see("a", torch.randn(12))) for _ in range(200)] == [False] * 200
+    assert len(device.gathering._agenda.points) <= 4  # of the sizes that may wait
+    assert len(device.batches) == trials
+    for said in (False, True):
+        assert device.step(lambda: [device.see("a", torch.randn(size)) for size in range(8, 12)]) == [said] * 4
     device.assert_kept()
 
 
@@ -494,7 +503,7 @@ def test_what_is_held_back_leaves_room_for_what_statistics_take_up(monkeypatch):
     device = Device(**points)
     for taken, counts in ((0, [3, 3]), (50 * 4, [2, 2, 2]), (90 * 4, [1] * 6), (300 * 4, [1] * 6), (0, [3, 3])):
         device.taken = taken
-        for _ in range(3):
+        for _ in range(5):
             device.batches.clear()
             device.step(lambda: [device.see(name, torch.randn(40)) for name in points])
         assert [count for _, count in device.batches] == counts
@@ -530,19 +539,66 @@ def test_nothing_is_judged_while_a_graph_is_captured(monkeypatch):
     assert len(asked) == 2
 
 
-def test_a_point_of_which_not_all_calls_could_be_tried_is_not_held_back(monkeypatch):
+def test_a_point_of_which_not_all_calls_could_be_tried_is_tried_another_time(monkeypatch):
     monkeypatch.setattr(gathering, "_DOUBTED", 100 * 4)
-    device = Device(a=SUMMARY)
+    device = Device(first=SUMMARY, a=SUMMARY, last=SUMMARY)
 
     def forward():
-        tensors = [torch.randn(60), torch.randn(60)]
-        said = [device.see("a", tensor) for tensor in tensors]
-        tensors[1].data.add_(1)
+        tensors = [torch.randn(size) for size in (40, 10, 60, 25, 50)]
+        said = [device.see(name, x) for name, x in zip(("first", "a", "a", "a", "last"), tensors, strict=True)]
+        tensors[2].data.add_(1)
         return said
 
-    assert [device.step(forward) for _ in range(3)] == [[False, False]] * 3
+    assert device.step(forward) == [False] * 5
+    assert not device.requests["a"].standing.trials  # though one of its calls might have been
+    assert device.requests["last"].standing.trials  # for which there was room again
+    assert [device.step(forward) for _ in range(3)] == [[True, False, False, False, True]] * 3
+    assert device.requests["a"].standing.never
     device.assert_kept()
-    assert not device.requests["a"].standing.never  # there was no trial to lose
+
+
+def test_a_point_that_is_too_much_by_itself_is_taken_at_once_and_leaves_others_room(monkeypatch):
+    monkeypatch.setattr(gathering, "_DOUBTED", 100 * 4)
+    device = Device(shared=SUMMARY, other=SUMMARY)
+
+    def forward():
+        said = [device.see("shared", torch.randn(20)) for _ in range(9)]
+        return [*said, device.see("other", torch.randn(30))]
+
+    said = [device.step(forward) for _ in range(40)]
+    assert device.requests["shared"].standing.never
+    assert [row[-1] for row in said[:3]] == [False, True, True]
+    device.assert_kept()
+
+
+@pytest.mark.parametrize("wish", [SUMMARY, TENSOR], ids=["summary", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.float64])
+def test_another_dtype_is_tried_for_itself(dtype, wish):
+    device = Device(a=wish)
+
+    def forward(number):
+        x = torch.arange(8.0) + number
+        x = x.to(dtype) if number % 2 else x
+        held = device.see("a", x)
+        x.data.add_(1) if number % 2 and number > 20 else None
+        return held
+
+    said = [device.step(lambda number=number: forward(number)) for number in range(120)]
+    waits = wish is TENSOR or dtype is not torch.float64
+    assert said[:6] == [False, False, True, waits, True, waits]
+    if waits:
+        assert device.doubtful == ["a"]
+        assert not any(said[-40:])
+    else:
+        device.assert_kept()
+
+
+def test_a_point_that_goes_over_to_another_dtype_is_held_back_again():
+    device = Device(a=SUMMARY)
+    dtypes = [torch.float32] * 3 + [torch.bfloat16] * 60
+    said = [device.step(lambda dtype=dtype: device.see("a", torch.randn(8, dtype=dtype))) for dtype in dtypes]
+    assert [number for number, held in enumerate(said) if not held] == [0, 3, 36]
+    device.assert_kept()
 
 
 def test_a_trial_whose_copy_never_came_is_lost(monkeypatch):

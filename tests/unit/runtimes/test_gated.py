@@ -552,6 +552,37 @@ def test_a_point_that_is_seldom_due_is_tried_each_time(assert_alike):
     assert [float(value[0, 0]) for value in gated.values] == [float(value[0, 0]) for value in plain.values]
 
 
+def test_an_interrupt_while_room_is_made_for_what_is_tried_does_not_lose_that(monkeypatch):
+    monkeypatch.setattr(gathering, "_MOST", 50)  # bytes: of the two there is room for one
+    monkeypatch.setattr(gathering, "current_stream", lambda place: 0)
+    monkeypatch.setattr(gathering, "is_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda place: None)
+    monkeypatch.setattr(Taking, "prepare", prepare)
+    monkeypatch.setattr(Taking, "_at_once", at_once)
+    after = []
+
+    def forward(m, x, late):
+        y = m.a(x)
+        return after.append(m.b(y)) if late else y
+
+    model = Holder(forward, **linears("a", "b"))
+
+    def interrupted(only, dtype, held):
+        raise KeyboardInterrupt
+
+    with ls.record(model, ["a", "b"], weights=False) as rec:
+        for _ in range(3):
+            model(X, False)
+        with monkeypatch.context() as patched:
+            patched.setattr(rec._taking.gathering, "_take_all", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(X, True)
+    assert after == []  # it was in the hook of `b`
+    kept = [(kept.point.name, kept.moment.step) for kept in rec.run._kept]
+    assert kept == [("a", 0), ("a", 1), ("a", 2), ("b", 3)]
+    assert len(rec.completeness.dropped) == 1  # `a` of the last step, which waited
+
+
 def test_what_an_interrupt_left_is_taken_before_a_step_in_which_nothing_is_due(assert_alike):
     def run(model, here):
         for step in range(9):
