@@ -316,6 +316,12 @@ static PyObject *Basket_aim(Basket *self, PyObject *way)
 
 static PyObject *Basket_sweep(Basket *self, PyObject *none) { return sweep(self); }
 
+static PyObject *Basket_make_room(Basket *self, PyObject *none)
+{
+    if (!make_room(self)) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef Basket_methods[] = {
     {"open", (PyCFunction)Basket_open, METH_VARARGS,
      "Begin a step of this thread: the step, its number, the stream, whether it has one forward."},
@@ -328,6 +334,7 @@ static PyMethodDef Basket_methods[] = {
     {"aim", (PyCFunction)Basket_aim, METH_O, "Have all of one kind and dtype taken in one way; None forgets all ways."},
     {"sweep", (PyCFunction)Basket_sweep, METH_NOARGS,
      "Take what waits, where there is a way; return the rest: held, (groups, odd, changed). None if there is none."},
+    {"make_room", (PyCFunction)Basket_make_room, METH_NOARGS, "Take what waits, the rest too, where it is too much."},
     {NULL}};
 
 static PyMemberDef Basket_members[] = {

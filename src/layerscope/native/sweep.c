@@ -50,7 +50,7 @@ static int is_shaped(Held *self, const DLTensor *how)
     return shape != NULL;
 }
 
-/* Find the dtype of a tensor; whether those of its point may have it. */
+/* Find the dtype of a tensor; whether what has it may be taken with others. */
 static int is_typed(Held *self, DLDataType type)
 {
     Pass *pass = self->pass;
@@ -59,7 +59,7 @@ static int is_typed(Held *self, DLDataType type)
         return 1;
     }
     Py_XSETREF(self->dtype, PyObject_GetAttr(self->tensor, s_dtype));
-    if (self->dtype == NULL || pass->dtype == NULL) return self->dtype != NULL && type.code != kDLComplex;
+    if (self->dtype == NULL) return 0;
     if (pass->dtype != self->dtype) return type.code != kDLComplex;
     pass->type = type;
     pass->typed = type.bits != 8 || (type.code != kDLInt && type.code != kDLUInt); /* uint4 is called as uint8 is */

@@ -311,11 +311,6 @@ class Gathering:
             if sum(one.size for one in mine) + size > _DOUBTED:
                 standing.deny()
 
-    def make_room(self) -> None:
-        """Take what waits, where that and what is tried beside it are too much."""
-        if self.is_mine and self.basket.bytes + self.basket.doubted > self.basket.most:
-            self.flush()
-
     def _can_try(self, standing: Standing, only: Only, tensor: torch.Tensor, size: int) -> bool:
         if standing.never or size > _LARGEST or tensor.is_inference():
             return False

@@ -216,8 +216,8 @@ class Taking:
 
     def make_room(self) -> None:
         """Take what waits, where that and what is tried beside it are too much; what `once` took is kept by then."""
-        if self.gathering is not None:
-            self.gathering.make_room()
+        if self.gathering is not None and self.gathering.is_mine:
+            self.gathering.basket.make_room()
 
     def hold(self, request: Request, tensor: torch.Tensor, moment: Moment) -> bool:
         """Have a tensor wait for the end of its step, if it may; it is kept then."""

@@ -80,8 +80,8 @@ class Device:
             assert self.held[-1] is held
             got = partial(values_of, held)
         self.kept.append((name, got, tensor.clone()))
-        self.gathering.make_room()
         basket = self.gathering.basket
+        basket.make_room()
         assert basket.bytes + basket.doubted <= max(basket.most, 0)
         return held is not None and (held.twin or held).tensor is not None
 
