@@ -18,7 +18,7 @@ import torch
 from kernels.laws import assert_like_the_cpu, values
 from layerscope import native
 from layerscope.points import Moment, Point
-from layerscope.recorder import devices, gathering, lanes
+from layerscope.recorder import cargo, devices, gathering, lanes
 from layerscope.recorder.gathering import Gathering, values_of
 from layerscope.recorder.recording import _Step
 from layerscope.recorder.taps import Request, Wish
@@ -57,7 +57,7 @@ def host(monkeypatch):
     monkeypatch.setattr(devices, "lane_of", lambda where: host)
     monkeypatch.setattr(devices, "_why_not", lambda: "")
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(cargo, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda where: nullcontext())

@@ -145,7 +145,7 @@ class Carried(Cargo):
     def __init__(self, lane: Lane, origin: torch.cuda.Stream) -> None:
         self.lane = lane
         self.origin = origin
-        self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.ready = Event()
         self._unloaded = threading.Event()
         self._after: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -201,7 +201,7 @@ class Trip(Carried):
             arrival.host = as_tensor(octets, arrival.dtype, arrival.shape)
             pairs.append((arrival.clone, octets))
             arrival.clone = None
-        self.lane.copy(pairs)
+        self.lane.copy(pairs, after=self.ready)
 
 
 class Flight(Cargo):

@@ -28,7 +28,7 @@ import torch
 from layerscope.errors import Unsupported
 from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Lost, Trip, as_tensor, flat
 from layerscope.recorder.pinned import Pinned, Room
-from layerscope.stats.driver import Launch, allow_captures, copying, following, why_no_driver
+from layerscope.stats.driver import Launch, allow_captures, copying, why_no_driver
 from layerscope.stats.launching import why_not
 
 if TYPE_CHECKING:
@@ -159,7 +159,6 @@ class Lane:
         self._tiny = -1 if why_not() else _TINY  # bytes of what a ferry takes to the host
         self.pinned = None if why_no_driver() else Pinned(let_go=self._retire, ask=partial(self._queue.put, None))
         self._copy = None if why_no_driver() else copying(device.index)
-        self._follow = None if why_no_driver() else following(device.index)
         threading.Thread(target=self._carry, name=f"layerscope-{device}", daemon=True).start()
 
     def board(self, arrival: Arrival, tensor: torch.Tensor) -> None:
@@ -430,8 +429,9 @@ class Lane:
         cargo.ready.record(cargo.origin)
         self._queue.put(cargo)
 
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, Bytes]]) -> None:
-        """Copy contiguous tensors to the host; in the lane's thread."""
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, Bytes]], *, after: Any) -> None:
+        """Copy contiguous tensors to the host, once the device has come to an event; in the lane's thread."""
+        after.wait(self._stream)
         stage, at = self._stage.numpy(), 0
         staged: list[tuple[torch.Tensor, torch.Tensor, Bytes, Bytes]] = []
         for tensor, target in pairs:
@@ -473,10 +473,6 @@ class Lane:
     def _unload(self, cargo: Carried) -> None:
         error = None
         try:
-            if self._follow is None:
-                self._stream.wait_event(cargo.ready)
-            else:
-                self._follow(self._stream.cuda_stream, cargo.ready.cuda_event)
             cargo.unload()
         except BaseException as raised:
             traceback.clear_frames(raised.__traceback__)  # which would hold memory of the device

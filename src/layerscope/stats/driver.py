@@ -4,7 +4,6 @@
     launch(address, count, programs)
     copy = copying(0)
     copy(to, source, size, stream)
-    following(0)(other, event)               # what is asked of the other stream from now on waits for it
 
 Nothing here waits for the device, and a call takes two microseconds. To let go of the interpreter and get it back can
 take milliseconds when another thread is busy.
@@ -21,12 +20,11 @@ from typing import Any
 
 from layerscope import native
 
-__all__ = ["Launch", "allow_captures", "copying", "crossing", "following", "launcher", "why_no_driver"]
+__all__ = ["Launch", "allow_captures", "copying", "crossing", "launcher", "why_no_driver"]
 
 Launch = Callable[..., None]  # takes the kernel's arguments, a pointer as an address, and how many programs run it
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_NO_FLAGS = 0
 _HIDDEN = 4  # pointers that Triton's kernels take beside their arguments, by its version: memory that ours do not use
 
 
@@ -58,8 +56,6 @@ def _driver() -> Any:
     address = ctypes.c_void_p
     driver.cuLaunchKernelEx.argtypes = (address, address, address, address)
     driver.cuMemcpyDtoHAsync_v2.argtypes = (address, address, ctypes.c_size_t, address)
-    driver.cuEventRecord.argtypes = (address, address)
-    driver.cuStreamWaitEvent.argtypes = (address, address, ctypes.c_uint)
     return driver
 
 
@@ -103,26 +99,14 @@ def copying(device: int) -> Callable[[int, int, int, int], None]:
 
     torch's takes tensors, and to make one of each room costs more than the copy.
     """
-    return _asking(_driver().cuMemcpyDtoHAsync_v2, device, "a copy of {2} bytes to the host")
+    call = _driver().cuMemcpyDtoHAsync_v2
 
-
-def following(device: int) -> Callable[[int, int], None]:
-    """Return what has a stream of a device wait for an event that was recorded: stream, event.
-
-    The caller goes on. torch's lets go of the interpreter.
-    """
-    return _asking(_driver().cuStreamWaitEvent, device, "to have a stream wait for an event", _NO_FLAGS)
-
-
-def _asking(call: Any, device: int, what: str, *always: int) -> Callable[..., None]:
-    """Return a call of the driver that raises where it is refused; `what` may name the numbers it is given."""
-
-    def ask(*numbers: int) -> None:
-        code = call(*numbers, *always)
+    def copy(to: int, source: int, size: int, stream: int) -> None:
+        code = call(to, source, size, stream)
         if code:
-            _insist(code, device, what.format(*numbers), call, *numbers, *always)
+            _insist(code, device, f"a copy of {size} bytes to the host", call, to, source, size, stream)
 
-    return ask
+    return copy
 
 
 def crossing() -> tuple[int, int]:

@@ -61,6 +61,9 @@ class Event:
     def synchronize(self):
         self.stream.done = max(self.stream.done, self.at)
 
+    def wait(self, stream):
+        pass
+
 
 class Queue(SimpleQueue):
     """Raises Empty where the lane's thread would wait."""
@@ -76,7 +79,7 @@ class Device:
         self.streams = {number: Stream(number=number) for number in range(3)}
         self.current, self.is_capturing = 0, False
         self.fails = False
-        self.launched, self.asked, self.crossed = [], [], []
+        self.launched, self.crossed = [], []
         self.gates = SimpleNamespace(room_for=_room_for, ferried=_ferried, fly_on=self.fly_on)
         self.lane, self.berths = None, Berths(torch.device("cpu"))
         kind = type("Event", (Event,), {})  # with a count of its own
@@ -98,7 +101,6 @@ class Device:
             "why_no_driver": lambda: "",
             "why_not": lambda: "",
             "copying": lambda place: lambda *numbers: None,
-            "following": lambda place: lambda stream, event: self.asked.append(("follow", event)),
             "allow_captures": lambda: None,
             "is_alone": lambda: True,
             "current_stream": lambda place: self.current,
@@ -327,7 +329,7 @@ def test_memory_that_cannot_be_had_is_said_once_and_leaves_the_lane_alive(device
         "RuntimeError: CUDA error: out of memory"
     ]
     arrival = Arrival(torch.uint8, torch.Size([4]), lambda size: np.empty(size, np.uint8))
-    device.lane.copy = lambda pairs: [np.copyto(octets, clone.numpy()) for clone, octets in pairs]
+    device.lane.copy = lambda pairs, after: [np.copyto(octets, clone.numpy()) for clone, octets in pairs]
     device.lane.board(arrival, torch.arange(4, dtype=torch.uint8))
     arrival.leave()
     device.work()
@@ -562,23 +564,26 @@ class Sack(Carried):
     leave = unload = None
 
 
-def test_a_cargo_is_unloaded_behind_the_work_it_was_ready_after(device):
-    sack = Sack(device, lambda: device.asked.append("unload"))
+def test_a_cargo_is_ready_when_its_stream_has_come_as_far_as_it_is_now(device):
+    sack = Sack(device)
     device.lane.send(sack)
-    assert device.streams[1].queued == 1
+    assert (sack.ready.stream, sack.ready.at) == (device.streams[1], 1)
     device.work()
-    assert device.asked == [("follow", sack.ready.cuda_event), "unload"]
     assert sack.is_finished
 
 
-def test_without_the_driver_torch_is_asked_to_wait(device, monkeypatch):
-    waited = []
-    monkeypatch.setattr(device.lane, "_follow", None)
-    monkeypatch.setattr(device.lane, "_stream", SimpleNamespace(wait_event=waited.append))
-    sack = Sack(device)
-    device.lane.send(sack)
+def test_clones_are_copied_behind_the_work_that_made_them(device, monkeypatch):
+    asked = []
+    monkeypatch.setattr(device.events, "wait", lambda event, stream: asked.append((event, stream)))
+    monkeypatch.setattr(device.lane, "_land", lambda staged: asked.append([part[1].tolist() for part in staged]))
+    arrival = Arrival(torch.uint8, torch.Size([4]), lambda size: np.empty(size, np.uint8))
+    device.current = 1
+    device.lane.board(arrival, torch.arange(4, dtype=torch.uint8))
+    trip = device.lane.trip
+    arrival.leave()
     device.work()
-    assert (waited, device.asked, sack.is_finished) == ([sack.ready], [], True)
+    assert asked == [(trip.ready, device.lane._stream), [[0, 1, 2, 3]]]
+    assert trip.ready.stream is device.streams[1]
 
 
 def test_a_trip_that_cannot_be_sent_is_not_waited_for(device, monkeypatch):
@@ -597,17 +602,13 @@ def test_a_trip_that_cannot_be_sent_is_not_waited_for(device, monkeypatch):
     assert device.lane._held == 0
 
 
-@pytest.mark.parametrize("when", ["following", "unloading"])
-def test_what_goes_wrong_in_the_thread_is_told_to_who_waits_and_the_next_is_unloaded(when, device, monkeypatch):
-    def fail(*numbers):
+def test_what_goes_wrong_in_the_thread_is_told_to_who_waits_and_the_next_is_unloaded(device):
+    def fail():
         raise RuntimeError("CUDA error 400")
 
-    with monkeypatch.context() as patched:
-        if when == "following":
-            patched.setattr(device.lane, "_follow", fail)
-        sack = Sack(device, fail)
-        device.lane.send(sack)
-        device.work()
+    sack = Sack(device, fail)
+    device.lane.send(sack)
+    device.work()
     with pytest.raises(RuntimeError, match="did not arrive from the device: CUDA error 400"):
         sack.wait()
     after = Sack(device)

@@ -10,11 +10,11 @@ import pytest
 from layerscope import native
 from layerscope.stats import driver
 
-FUNCTION, STREAM, CONTEXT, EVENT = 0x7F00_0000_1230, 0x7F00_0000_4560, 0x7F00_0000_7890, 0x7F00_0000_9990
+FUNCTION, STREAM, CONTEXT = 0x7F00_0000_1230, 0x7F00_0000_4560, 0x7F00_0000_7890
 CONFIG = struct.Struct("=3I3II4xQQI4x")  # cuda.h's CUlaunchConfig: grid, block, shared, stream, attributes, how many
 WORD = struct.Struct("=q")
 HIDDEN = 4
-INVALID_CONTEXT, OUT_OF_MEMORY, INVALID_HANDLE = 201, 2, 400
+INVALID_CONTEXT, OUT_OF_MEMORY = 201, 2
 
 
 class Driver:
@@ -24,13 +24,10 @@ class Driver:
         self.arguments = arguments
         self.codes = []
         self.launches, self.copies, self.entered = [], [], []
-        self.follows = []
         address, number = ctypes.c_void_p, ctypes.c_int
         calls = {
             "cuLaunchKernelEx": (self.launch, address, address, address, address),
             "cuMemcpyDtoHAsync_v2": (self.copy, address, address, ctypes.c_size_t, address),
-            "cuEventRecord": (self.mark, address, address),
-            "cuStreamWaitEvent": (self.follow, address, address, ctypes.c_uint),
             "cuDeviceGet": (self.device, address, number),
             "cuDevicePrimaryCtxRetain": (self.retain, address, number),
             "cuCtxSetCurrent": (self.set_current, address),
@@ -50,13 +47,6 @@ class Driver:
 
     def copy(self, to, source, size, stream):
         self.copies.append((to, source, size, stream))
-        return self.code()
-
-    def mark(self, event, stream):
-        return self.code()
-
-    def follow(self, stream, event, flags):
-        self.follows.append((stream, event, flags))
         return self.code()
 
     def device(self, handle, ordinal):
@@ -178,20 +168,6 @@ def test_a_copy_enters_the_device_where_it_must_and_names_its_error(theirs):
     assert (len(theirs.copies), theirs.entered) == (2, [CONTEXT + 101])
     with pytest.raises(RuntimeError, match=r"refused a copy of 65 bytes to the host: CUDA error 2$"):
         copy(1 << 46, 1 << 47, 65, STREAM)
-
-
-def test_a_stream_waits_for_an_event(theirs):
-    driver.following(0)(STREAM + 256, EVENT)
-    assert theirs.follows == [(STREAM + 256, EVENT, 0)]
-
-
-def test_to_wait_for_an_event_enters_the_device_where_it_must_and_names_its_error(theirs):
-    follow = driver.following(2)
-    theirs.codes = [INVALID_CONTEXT, 0, INVALID_HANDLE]
-    follow(STREAM, EVENT)
-    assert (len(theirs.follows), theirs.entered) == (2, [CONTEXT + 102])
-    with pytest.raises(RuntimeError, match=r"refused to have a stream wait for an event: CUDA error 400$"):
-        follow(STREAM, EVENT)
 
 
 def test_the_memory_of_a_launch_lives_as_long_as_the_launch(theirs):
