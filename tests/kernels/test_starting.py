@@ -59,7 +59,6 @@ def host(monkeypatch):
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
     monkeypatch.setattr(cargo, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda where: nullcontext())
     return host
 
@@ -471,8 +470,8 @@ def test_an_interrupt_before_the_launch_leaves_nobody_another_tensors_numbers(ho
 def test_nothing_is_launched_while_another_device_is_the_current_one(host, monkeypatch):
     here, launched = [PLACE], []
 
-    class Stream:
-        def __init__(self, stream):
+    class There:
+        def __init__(self, which):
             pass
 
         def __enter__(self):
@@ -481,7 +480,8 @@ def test_nothing_is_launched_while_another_device_is_the_current_one(host, monke
         def __exit__(self, *_):
             here.pop()
 
-    monkeypatch.setattr(torch.cuda, "stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", There)
+    monkeypatch.setattr(torch.cuda, "device", There)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: "the stream of the step")
     for module in (lanes, gathering):
         monkeypatch.setattr(module, "is_alone", lambda: False)
@@ -520,9 +520,13 @@ def test_nothing_is_launched_while_another_device_is_the_current_one(host, monke
 def test_what_statistics_take_up_of_the_device_is_known_and_leaves_room_for_what_is_tried(host, level):
     tensors = [values(torch.bfloat16, 100), values(torch.float64, 100)]
     for seen in (tensors[:1], tensors):
-        statistics = statistics_of(*seen, level=level)
+        statistics = devices.Statistics()
+        for tensor in seen:
+            statistics._anyhow(tensor, level)
         lying = [vars(desk.slots).values() for desk in statistics._desks.values()]
         sizes = [part.nbytes for parts in lying for part in parts if isinstance(part, torch.Tensor)]
-        assert 0 <= sum(sizes) - statistics.taken_of(PLACE) < 1e5  # weights and cursors
-        assert statistics.taken_of(PLACE + 1) == 0
-        assert statistics.taken_of(PLACE) + gathering._DOUBTED < gathering._MOST
+        [(_, taken)] = statistics.taken.items()
+        assert 0 <= sum(sizes) - taken < 1e5  # weights and cursors
+        assert taken + gathering._DOUBTED < gathering._MOST
+        statistics.close()
+        assert list(statistics.taken.values()) == [0]

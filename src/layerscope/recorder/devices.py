@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,7 @@ class Statistics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._desks: dict[_Key, _Desk] = {}
+        self.taken: Counter[int] = Counter()  # bytes of each device that they take up
         self._last: dict[Level, _Desk] = {}  # that was used at each level
         self._broken: str | None = None
 
@@ -86,10 +87,6 @@ class Statistics:
                     self._desk_of((where.index, current_stream(where.index), level, False), where)
             except Exception as error:
                 self._give_up(error)
-
-    def taken_of(self, place: int) -> int:
-        """Return how many bytes of a device statistics take up."""
-        return sum(desk.slots.size_on_device for desk in list(self._desks.values()) if desk.place == place)
 
     def start(self, tensor: torch.Tensor, level: Level) -> Later | None:
         """Launch the reduction of a tensor that lies plainly where the last ones did; None of any other: see `of`.
@@ -158,7 +155,7 @@ class Statistics:
             for desk in list(self._desks.values()):
                 with suppress(Exception):  # whoever waits for the numbers is told
                     self._send(desk)
-            self._desks.clear()
+                self._close(desk)
             self._last.clear()
 
     def _give_up(self, error: Exception) -> None:
@@ -251,7 +248,15 @@ class Statistics:
         desk = self._desks.get(key)
         if desk is None:
             desk = self._desks[key] = _Desk(key, where)
+            self._count(desk.place)
         return desk
+
+    def _close(self, desk: _Desk) -> None:
+        self._desks.pop(desk.key, None)
+        self._count(desk.place)
+
+    def _count(self, place: int) -> None:
+        self.taken[place] = sum(desk.slots.size_on_device for desk in self._desks.values() if desk.place == place)
 
     def _send(self, desk: _Desk) -> None:
         """Have a page's numbers gathered; its slots are free again, in the order of the stream."""
@@ -259,16 +264,18 @@ class Statistics:
         if page is None or not page.aboard:
             return
         try:
-            here = is_current(desk.place) and current_stream(desk.place) == desk.stream  # not so in another thread
-            with undisturbed(), nullcontext() if here else torch.cuda.stream(page.origin):
-                page.sheet = desk.slots.sheet(page.aboard, desk.unused.pop() if desk.unused else None)
+            page.sheet = desk.sheet(page.aboard)
+            if is_current(desk.place):
                 desk.slots.gather(page.sheet)
+            else:  # in another thread
+                with torch.cuda.device(desk.place):
+                    desk.slots.gather(page.sheet)
             page.lane.send(page)
             desk.sent.append(page)
         except BaseException as error:  # what is in the slots is not known any more
             if (sheet := page.sheet) is not None:
                 _abandoned.append(sheet)
-            self._desks.pop(desk.key, None)
+            self._close(desk)
             self._last = {level: other for level, other in self._last.items() if other is not desk}
             page.finish(error)
             raise
@@ -298,6 +305,13 @@ class _Desk:
         if dtype not in self._together:
             self._together[dtype] = self.slots.starting_all(dtype)
         return self._together[dtype]
+
+    def sheet(self, used: int) -> Sheet:
+        """Return a sheet for so many tensors, in memory that was read where there is any."""
+        if self.unused:
+            return self.slots.sheet(used, self.unused.pop())
+        with undisturbed():
+            return self.slots.sheet(used)
 
     @property
     def is_full(self) -> bool:

@@ -20,7 +20,7 @@ What may wait passes by in C (`native/`), most of it without a line of Python.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -153,8 +153,7 @@ class Agenda:
 
     def strike(self, step: int) -> None:
         """Forget a step that has come."""
-        self.points.pop(step, None)
-        self.bytes.pop(step, None)
+        del self.points[step], self.bytes[step]
 
 
 class _Doubt(NamedTuple):
@@ -193,7 +192,7 @@ class Gathering:
     """What one thread's steps hold back on one device; another thread's tensors are taken at once.
 
     `keep` is given all that is held back, in order; `doubtful` is told of a point that turned out to be changed in a
-    way that torch does not count. `taken` says how many bytes statistics take up on the device by themselves.
+    way that torch does not count. `taken` says how many bytes statistics take up on each device by themselves.
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class Gathering:
         alone: Alone,
         keep: Callable[[Held], None],
         doubtful: Callable[[Point], None],
-        taken: Callable[[], int] = lambda: 0,
+        taken: Mapping[int, int] | None = None,
     ) -> None:
         self.place = place
         here = current_stream if is_alone() else _stream_here
@@ -215,7 +214,7 @@ class Gathering:
         self._take_all = take_all
         self._alone = alone
         self._doubtful = doubtful
-        self._taken = taken
+        self._taken = {} if taken is None else taken
         self._thread: int | None = None
         self._step = 0
         self._points = 0
@@ -249,7 +248,8 @@ class Gathering:
         if self.basket.bytes or self._doubts:
             self._leave_nothing()
         self._step += 1  # though nothing is due in it: what is seldom seen is tried whenever it is
-        self._agenda.strike(self._step)
+        if self._step in self._agenda.points:
+            self._agenda.strike(self._step)
         stream = self._stream_here()
         if stream > 0 and is_capturing():  # the default one is never captured
             stream = -1
@@ -261,7 +261,7 @@ class Gathering:
             with undisturbed():
                 self._judge()
         if step is not None and stream != -1:
-            self.basket.most = _MOST - self._taken()
+            self.basket.most = _MOST - self._taken.get(self.place, 0)
             self.basket.open(step, self._step, stream, step.alone)
         else:
             self.basket.shut()

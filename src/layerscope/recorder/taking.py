@@ -119,7 +119,7 @@ class Taking:
             alone=self._alone,
             keep=self._keep,
             doubtful=self._doubtful,
-            taken=partial(self._devices.taken_of, place),
+            taken=self._devices.taken,
         )
         try:
             lane_of(torch.device("cuda", place)).prepare()

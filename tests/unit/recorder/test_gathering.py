@@ -50,7 +50,7 @@ class Device:
         self.batches = []
         self.doubtful = []
         self.held = []
-        self.taken = 0  # bytes, by statistics
+        self.taken = {}  # bytes of each device, by statistics
         self.gathering = Gathering(
             native.load(),
             HERE,
@@ -58,7 +58,7 @@ class Device:
             alone=lambda only, tensor: Copy(tensor),
             keep=self.held.append,
             doubtful=lambda point: self.doubtful.append(point.name),
-            taken=lambda: self.taken,
+            taken=self.taken,
         )
         self.kept = []
         self.due = {}
@@ -502,7 +502,7 @@ def test_what_is_held_back_leaves_room_for_what_statistics_take_up(monkeypatch):
     points = {f"p{i}": SUMMARY for i in range(6)}
     device = Device(**points)
     for taken, counts in ((0, [3, 3]), (50 * 4, [2, 2, 2]), (90 * 4, [1] * 6), (300 * 4, [1] * 6), (0, [3, 3])):
-        device.taken = taken
+        device.taken[device.gathering.place] = taken
         for _ in range(5):
             device.batches.clear()
             device.step(lambda: [device.see(name, torch.randn(40)) for name in points])

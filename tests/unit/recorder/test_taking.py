@@ -128,12 +128,14 @@ def test_what_waits_leaves_room_for_statistics_whenever_they_take_it_up(monkeypa
     monkeypatch.setattr(gathering, "_stream_here", lambda place: 0)
     monkeypatch.setattr(gathering, "is_alone", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda place: None)
+    monkeypatch.setattr(
+        devices, "_Desk", lambda key, size: SimpleNamespace(place=key[0], slots=SimpleNamespace(size_on_device=size))
+    )
     hand = taking()
     hand._gather(3)
     room = []
     for place, size in ((5, 1000), (3, 500), (3, 300)):
-        slots = SimpleNamespace(size_on_device=size)
-        hand._devices._desks[place, size] = SimpleNamespace(place=place, slots=slots)
+        hand._devices._desk_of((place, size), size)
         hand.gathering.begin(_Step(Moment(), requests={}))
         room.append(hand.gathering.basket.most)
     assert room == [room[0], room[0] - 500, room[0] - 800]
