@@ -360,7 +360,7 @@ def test_a_device_without_room_drops_counts_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(lane, "_most", 1 << 20)
     monkeypatch.setattr(lanes, "_BOUND", 0.05)
     hold, carry = threading.Event(), lane.copy
-    monkeypatch.setattr(lane, "copy", lambda pairs: (hold.wait(), carry(pairs)))  # copies do not get anywhere
+    monkeypatch.setattr(lane, "copy", lambda pairs, after: (hold.wait(), carry(pairs, after=after)))  # they get nowhere
     model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))).cuda(), torch.randn(512, 512, device="cuda")
     with torch.no_grad(), ls.record(model, "*:output") as rec:
         model(x)
