@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.laws import assert_like_the_cpu, values
 from layerscope import native
@@ -72,6 +74,7 @@ def statistics_of(*first, level):
         desk.place = PLACE
         desk.key = (PLACE, *desk.key[1:])
     statistics._desks = {desk.key: desk for desk in statistics._desks.values()}
+    statistics.taken[PLACE] = statistics.taken.pop(None)
     return statistics
 
 
@@ -226,6 +229,61 @@ def test_memory_that_a_device_may_still_write_to_is_never_given_back(slow, monke
     assert kept.words is written.words
 
 
+@pytest.mark.parametrize("unused", [2, 0])
+def test_a_page_is_sent_and_statistics_are_closed_unseen_by_anybodys_modes(host, unused, monkeypatch):
+    class Refuses(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            raise AssertionError(function)
+
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    x, seen, launched, sent = values(torch.float32, 30), [], [], []
+    statistics = statistics_of(x, level="moments")
+    [desk] = statistics._desks.values()
+    gather = desk.slots._gather  # which is made of torch's operations here
+    monkeypatch.setattr(desk.slots, "_gather", lambda *numbers: launched.append(numbers))
+    monkeypatch.setattr(host, "send", sent.append)
+    first, second = (statistics.start(x, "moments") for _ in range(2))
+    del desk.unused[unused:]
+    with Refuses(), Notes():
+        first.leave()
+        statistics.close()
+    assert seen == []
+    gather(*launched.pop())
+    Host.send(host, sent.pop())
+    for later in (first, second):
+        assert_like_the_cpu(later(), x, level="moments")
+
+
+def test_whoever_waits_is_told_first_of_a_page_that_cannot_be_gathered(host, monkeypatch):
+    x = values(torch.float32, 8)
+    statistics = statistics_of(x, level="moments")
+    [desk] = statistics._desks.values()
+    later = statistics.start(x, "moments")
+    monkeypatch.setattr(desk.slots, "gather", lambda sheet: 1 / 0)
+    monkeypatch.setattr(statistics, "_close", lambda desk: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        later.leave()
+    with pytest.raises(RuntimeError, match="did not arrive from the device: division by zero"):
+        later()
+
+
+def test_an_interrupt_while_a_desk_is_made_leaves_its_memory_counted(host, monkeypatch):
+    class Desks(dict):
+        def __setitem__(self, key, desk):
+            signal.raise_signal(signal.SIGINT)
+
+    statistics, x = devices.Statistics(), values(torch.float32, 8)
+    statistics._desks = Desks()
+    with pytest.raises(KeyboardInterrupt):
+        statistics._anyhow(x, "moments")
+    [taken] = statistics.taken.values()
+    assert taken > 0
+
+
 def test_who_has_the_numbers_holds_nothing_else(slow, monkeypatch):
     monkeypatch.setattr(slow.lane, "send", lambda page: Host.send(slow.lane, page))
     later = slow.statistics.start(slow.tensors[0], "moments")
@@ -247,7 +305,7 @@ def test_a_sheet_of_a_device_that_has_failed_is_never_given_back(slow, monkeypat
     with pytest.raises(ZeroDivisionError):
         page.unload()
     assert devices._abandoned == [page.sheet]
-    assert page.sheet.words.data_ptr() not in {words.data_ptr() for words in slow.desk.unused}
+    assert page.sheet.words.data_ptr() not in {words.data_ptr() for words, *_ in slow.desk.unused}
 
 
 def test_while_one_waits_the_others_go_on(slow, monkeypatch):
@@ -302,6 +360,7 @@ def test_a_page_that_cannot_be_gathered_is_not_waited_for(host, monkeypatch):
     with pytest.raises(RuntimeError, match="did not arrive from the device: division by zero"):
         later()
     assert statistics.start(x, "moments") is None  # whose slots nobody knows the contents of
+    assert not any(statistics.taken.values())
     assert_like_the_cpu(statistics._anyhow(x, "moments")(), x, level="moments")
 
 

@@ -111,7 +111,7 @@ def test_a_sheet_lists_the_buckets_of_each_tensor_one_after_the_other_and_nothin
     there = [tensor.to(DEVICE) for tensor in tensors]
     for index, tensor in enumerate(there):
         slots.starting(tensor.dtype)(index, tensor.data_ptr(), tensor.numel())
-    words, used, buckets = sheet = slots.sheet(len(there))
+    words, used, buckets, _ = sheet = slots.sheet(len(there))
     assert (used, buckets, words.numel()) == (4, 1 << 15, slots.size * (32 + (1 << 15)))
     assert words.nbytes <= 32 << 20
     assert words.is_pinned() == REAL

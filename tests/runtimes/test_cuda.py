@@ -292,7 +292,7 @@ def test_a_device_that_lags_holds_no_numbers_that_were_gathered_and_the_host_no_
     assert woken.query()
     laters += [statistics.of(x) for _ in range(5 * page)]
     assert torch.cuda.max_memory_allocated() == before
-    assert all(words.is_pinned() for words in desk.unused)
+    assert all(sheet.words.is_pinned() for sheet in desk.unused)
     for later in (laters[0], laters[3 * page], laters[-1]):
         assert_like_the_cpu(later(), x.cpu())
 

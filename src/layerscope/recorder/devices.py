@@ -247,23 +247,22 @@ class Statistics:
     def _desk_of(self, key: _Key, where: torch.device) -> _Desk:
         desk = self._desks.get(key)
         if desk is None:
-            desk = self._desks[key] = _Desk(key, where)
-            self._count(desk.place)
+            desk = _Desk(key, where)
+            self.taken[desk.place] += desk.slots.size_on_device  # first: an interrupt leaves too much, not too little
+            self._desks[key] = desk
         return desk
 
     def _close(self, desk: _Desk) -> None:
-        self._desks.pop(desk.key, None)
-        self._count(desk.place)
-
-    def _count(self, place: int) -> None:
-        self.taken[place] = sum(desk.slots.size_on_device for desk in self._desks.values() if desk.place == place)
+        if self._desks.pop(desk.key, None) is not None:
+            self.taken[desk.place] -= desk.slots.size_on_device
 
     def _send(self, desk: _Desk) -> None:
         """Have a page's numbers gathered; its slots are free again, in the order of the stream."""
-        page, desk.page = desk.page, None
+        page = desk.page
         if page is None or not page.aboard:
             return
         try:
+            desk.page = None
             page.sheet = desk.sheet(page.aboard)
             if is_current(desk.place):
                 desk.slots.gather(page.sheet)
@@ -275,9 +274,9 @@ class Statistics:
         except BaseException as error:  # what is in the slots is not known any more
             if (sheet := page.sheet) is not None:
                 _abandoned.append(sheet)
+            page.finish(error)
             self._close(desk)
             self._last = {level: other for level, other in self._last.items() if other is not desk}
-            page.finish(error)
             raise
 
 
@@ -293,7 +292,7 @@ class _Desk:
         self.lane = lane_of(where)
         self.origin = torch.cuda.current_stream(where)
         self.slots = device.Slots(where, level, self.stream, wide=wide)
-        self.unused = [self.slots.sheet(0).words for _ in range(2)]  # to get such memory holds up every launch
+        self.unused = [self.slots.sheet(0) for _ in range(2)]  # to get such memory holds up every launch
         self.known: dict[torch.dtype, tuple[Start, str]] = {}
         self.page: _Page | None = None
         self.sent: deque[_Page] = deque()  # whose sheets may not have been read
@@ -307,9 +306,9 @@ class _Desk:
         return self._together[dtype]
 
     def sheet(self, used: int) -> Sheet:
-        """Return a sheet for so many tensors, in memory that was read where there is any."""
+        """Return a sheet for so many tensors, in the memory of one that was read where there is any."""
         if self.unused:
-            return self.slots.sheet(used, self.unused.pop())
+            return self.unused.pop()._replace(used=used)
         with undisturbed():
             return self.slots.sheet(used)
 
@@ -328,11 +327,9 @@ class _Desk:
 class _Page(Carried):
     """The numbers of tensors that are gathered together."""
 
-    def __init__(
-        self, lane: Lane, origin: torch.cuda.Stream, leave: Callable[[], None], unused: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, lane: Lane, origin: torch.cuda.Stream, leave: Callable[[], None], unused: list[Sheet]) -> None:
         super().__init__(lane, origin)
-        self._unused = unused  # memory of sheets that were read
+        self._unused = unused  # sheets that were read
         self.sheet: Sheet | None = None
         self.gathered: Gathered | None = None
         self.table = 0  # where launches are told where many tensors lie
@@ -358,7 +355,7 @@ class _Page(Carried):
             raise
         self.gathered = Gathered.read(sheet)
         self.sheet = None
-        self._unused.append(sheet.words)
+        self._unused.append(sheet)
         self.reads.clear()
 
     def finish(self, error: BaseException | None = None) -> None:

@@ -572,18 +572,44 @@ def test_a_cargo_is_ready_when_its_stream_has_come_as_far_as_it_is_now(device):
     assert sack.is_finished
 
 
-def test_clones_are_copied_behind_the_work_that_made_them(device, monkeypatch):
+@pytest.fixture
+def carrying(device, monkeypatch):
+    """What the thread asks of the device for two tensors of six and five bytes, four at a time."""
     asked = []
+    monkeypatch.setattr(lanes, "_STAGE", 4)
     monkeypatch.setattr(device.events, "wait", lambda event, stream: asked.append((event, stream)))
-    monkeypatch.setattr(device.lane, "_land", lambda staged: asked.append([part[1].tolist() for part in staged]))
-    arrival = Arrival(torch.uint8, torch.Size([4]), lambda size: np.empty(size, np.uint8))
+
+    def land(staged):
+        asked.append([part[1].tolist() for part in staged])
+        staged.clear()
+
+    monkeypatch.setattr(device.lane, "_land", land)
     device.current = 1
-    device.lane.board(arrival, torch.arange(4, dtype=torch.uint8))
+    arrivals = [Arrival(torch.uint8, torch.Size([size]), lambda size: np.empty(size, np.uint8)) for size in (6, 5)]
+    for arrival in arrivals:
+        device.lane.board(arrival, torch.arange(arrival.shape[0], dtype=torch.uint8))
     trip = device.lane.trip
-    arrival.leave()
+    arrivals[0].leave()
+    return SimpleNamespace(asked=asked, arrivals=arrivals, trip=trip)
+
+
+def test_clones_are_copied_behind_the_work_that_made_them(device, carrying):
     device.work()
-    assert asked == [(trip.ready, device.lane._stream), [[0, 1, 2, 3]]]
-    assert trip.ready.stream is device.streams[1]
+    began = carrying.trip.ready, device.lane._stream
+    assert carrying.asked == [began, [[0, 1, 2, 3]], [[4, 5], [0, 1]], [[2, 3, 4]]]
+    assert carrying.trip.ready.stream is device.streams[1]
+
+
+def test_nothing_is_copied_where_the_stream_cannot_wait_for_that_work(device, carrying, monkeypatch):
+    def refuse(event, stream):
+        raise RuntimeError("CUDA error 400")
+
+    monkeypatch.setattr(device.events, "wait", refuse)
+    device.work()
+    for arrival in carrying.arrivals:
+        with pytest.raises(RuntimeError, match="did not arrive from the device: CUDA error 400"):
+            arrival()
+    assert (carrying.asked, device.lane._held) == ([], 0)
 
 
 def test_a_trip_that_cannot_be_sent_is_not_waited_for(device, monkeypatch):

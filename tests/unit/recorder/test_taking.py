@@ -138,7 +138,7 @@ def test_what_waits_leaves_room_for_statistics_whenever_they_take_it_up(monkeypa
         hand._devices._desk_of((place, size), size)
         hand.gathering.begin(_Step(Moment(), requests={}))
         room.append(hand.gathering.basket.most)
-    assert room == [room[0], room[0] - 500, room[0] - 800]
+    assert room == [gathering._MOST, gathering._MOST - 500, gathering._MOST - 800]
 
 
 @pytest.mark.parametrize("only", ["full", "tensor"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,6 +160,15 @@ def test_a_device_that_cannot_be_entered_is_tried_once(theirs):
 def test_a_copy_has_where_to_where_from_how_much_and_in_which_stream(theirs):
     driver.copying(0)(1 << 46, (1 << 47) - 512, 5 << 32, STREAM)
     assert theirs.copies == [(1 << 46, (1 << 47) - 512, 5 << 32, STREAM)]
+
+
+def test_addresses_and_sizes_are_handed_over_whole(monkeypatch):
+    """Without being told, ctypes takes a number for a C int."""
+    library = SimpleNamespace(cuLaunchKernelEx=SimpleNamespace(), cuMemcpyDtoHAsync_v2=SimpleNamespace())
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: library)
+    told = driver._driver.__wrapped__()
+    assert [ctypes.sizeof(kind) for kind in told.cuLaunchKernelEx.argtypes] == [8] * 4
+    assert [ctypes.sizeof(kind) for kind in told.cuMemcpyDtoHAsync_v2.argtypes] == [8] * 4
 
 
 def test_a_copy_enters_the_device_where_it_must_and_names_its_error(theirs):

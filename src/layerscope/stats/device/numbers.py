@@ -81,7 +81,7 @@ class Gathered:
     @classmethod
     def read(cls, sheet: Sheet) -> Gathered:
         """Copy a sheet's heads, and of the list as much as there is; the device has written them."""
-        words, used, buckets = sheet
+        words, used, buckets, _ = sheet
         there: Array = words.numpy()
         listed = int(there[13 : HEAD * used : HEAD].sum()) if buckets else 0  # which does not let go of the interpreter
         return cls(there[: HEAD * used + listed].copy(), used, buckets)

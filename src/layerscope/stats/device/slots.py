@@ -81,6 +81,7 @@ class Sheet(NamedTuple):
     words: torch.Tensor  # page-locked
     used: int  # how many tensors
     buckets: int  # that one of them has at most: none where they were not asked for
+    address: int  # of the words
 
 
 class Slots:
@@ -100,6 +101,7 @@ class Slots:
         self._rows = torch.zeros((self.size, (PROGRAMS + 1) * WORDS), dtype=torch.int64, device=device)
         self._tables = torch.zeros((self.size, max(self._buckets, 4)), dtype=torch.int32, device=device)
         self._cursors = torch.zeros((2, 4), dtype=torch.int32, device=device)
+        self.size_on_device = self._rows.nbytes + self._tables.nbytes  # bytes that they take up
         self._lying = self._rows.data_ptr(), self._tables.data_ptr()
         self._turns = self._cursors.data_ptr(), self._cursors.data_ptr() + 16  # this gathering's, and the next one's
         self._weights = _on(device, WEIGHTS.view(np.int64))
@@ -107,23 +109,17 @@ class Slots:
         self._programs = _most_programs(device)
         self._gather = _gathering(device, self._buckets)(stream)
 
-    @property
-    def size_on_device(self) -> int:
-        """How many bytes they take up."""
-        return self._rows.nbytes + self._tables.nbytes
-
-    def sheet(self, used: int, words: torch.Tensor | None = None) -> Sheet:
-        """Return a sheet for the first `used` slots, in the memory of another one, or in memory that is got now."""
-        if words is None:
-            size, is_locked = self.size * (HEAD + self._buckets), self._device.type == "cuda"
-            words = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=is_locked)
-        return Sheet(words, used, self._buckets)
+    def sheet(self, used: int) -> Sheet:
+        """Return a sheet for the first `used` slots, in memory that is got now."""
+        size, is_locked = self.size * (HEAD + self._buckets), self._device.type == "cuda"
+        words = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=is_locked)
+        return Sheet(words, used, self._buckets, words.data_ptr())
 
     def gather(self, sheet: Sheet) -> None:
         """Launch the gathering of as many slots as the sheet is for; its memory must live until that has run."""
         turns = self._turns
         self._turns = turns[1], turns[0]
-        self._gather(*self._lying, *turns, sheet.words.data_ptr(), sheet.used)
+        self._gather(*self._lying, *turns, sheet.address, sheet.used)
 
     def starting(self, dtype: torch.dtype) -> Start:
         """Return the launch of a sweep, with as little as possible left to do in it: slot, address, number of items.

@@ -43,7 +43,7 @@ def read(*parts, wide=False, full=True):
         head[13], head[14] = size, at
         words[number * 32 : (number + 1) * 32] = head
         at += size
-    return Gathered.read(Sheet(torch.from_numpy(words), len(parts), buckets))
+    return Gathered.read(Sheet(torch.from_numpy(words), len(parts), buckets, address=0))
 
 
 @pytest.mark.parametrize(
