@@ -267,6 +267,7 @@ def test_whoever_waits_is_told_first_of_a_page_that_cannot_be_gathered(host, mon
     monkeypatch.setattr(statistics, "_close", lambda desk: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         later.leave()
+    assert later.has_arrived  # nobody would wait for ever
     with pytest.raises(RuntimeError, match="did not arrive from the device: division by zero"):
         later()
 
