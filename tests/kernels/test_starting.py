@@ -258,21 +258,7 @@ def test_a_page_is_sent_and_statistics_are_closed_unseen_by_anybodys_modes(host,
         assert_like_the_cpu(later(), x, level="moments")
 
 
-def test_whoever_waits_is_told_first_of_a_page_that_cannot_be_gathered(host, monkeypatch):
-    x = values(torch.float32, 8)
-    statistics = statistics_of(x, level="moments")
-    [desk] = statistics._desks.values()
-    later = statistics.start(x, "moments")
-    monkeypatch.setattr(desk.slots, "gather", lambda sheet: 1 / 0)
-    monkeypatch.setattr(statistics, "_close", lambda desk: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        later.leave()
-    assert later.has_arrived  # nobody would wait for ever
-    with pytest.raises(RuntimeError, match="did not arrive from the device: division by zero"):
-        later()
-
-
-def test_an_interrupt_while_a_desk_is_made_leaves_its_memory_counted(host, monkeypatch):
+def test_an_interrupt_while_a_desk_is_made_leaves_its_memory_counted(host):
     class Desks(dict):
         def __setitem__(self, key, desk):
             signal.raise_signal(signal.SIGINT)
@@ -350,19 +336,48 @@ def test_an_interrupt_while_a_page_waits_loses_nothing(slow, monkeypatch):
         assert_like_the_cpu(later(), tensor, level="moments")
 
 
-def test_a_page_that_cannot_be_gathered_is_not_waited_for(host, monkeypatch):
+@pytest.fixture
+def refused(host, monkeypatch):
+    """Statistics of a tensor whose page cannot be gathered, their desk, and what is waited for."""
     x = values(torch.float32, 8)
     statistics = statistics_of(x, level="moments")
     [desk] = statistics._desks.values()
-    later = statistics.start(x, "moments")
     monkeypatch.setattr(desk.slots, "gather", lambda sheet: 1 / 0)
+    return SimpleNamespace(x=x, statistics=statistics, desk=desk, later=statistics.start(x, "moments"))
+
+
+def test_a_page_that_cannot_be_gathered_is_not_waited_for(refused):
+    statistics, x = refused.statistics, refused.x
     with pytest.raises(ZeroDivisionError):
-        later.leave()
+        refused.later.leave()
     with pytest.raises(RuntimeError, match="did not arrive from the device: division by zero"):
-        later()
+        refused.later()
     assert statistics.start(x, "moments") is None  # whose slots nobody knows the contents of
     assert not any(statistics.taken.values())
     assert_like_the_cpu(statistics._anyhow(x, "moments")(), x, level="moments")
+
+
+def test_whoever_waits_is_told_first_of_a_page_that_cannot_be_gathered(refused, monkeypatch):
+    monkeypatch.setattr(refused.statistics, "_close", lambda desk: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        refused.later.leave()
+    assert refused.later.has_arrived  # nobody would wait for ever
+    with pytest.raises(RuntimeError, match="did not arrive from the device: division by zero"):
+        refused.later()
+
+
+def test_a_page_that_an_interrupt_took_off_the_desk_is_not_waited_for(refused, monkeypatch):
+    def interrupted(desk, name, value):
+        object.__setattr__(desk, name, value)
+        if (name, value) == ("page", None):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(devices._Desk, "__setattr__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        refused.later.leave()
+    assert refused.later.has_arrived
+    with pytest.raises(RuntimeError, match="did not arrive from the device"):
+        refused.later()
 
 
 def test_more_tensors_than_there_are_slots_are_taken_in_several_goes(host, monkeypatch):

@@ -266,7 +266,7 @@ class Statistics:
             page.sheet = desk.sheet(page.aboard)
             if is_current(desk.place):
                 desk.slots.gather(page.sheet)
-            else:  # in another thread
+            else:
                 with torch.cuda.device(desk.place):
                     desk.slots.gather(page.sheet)
             page.lane.send(page)
