@@ -93,7 +93,7 @@ class Home(ABC):
 class LocalHome(Home):
     """A folder on this machine."""
 
-    patience = 5.0
+    patience = 60.0
     keeps_partials = True
 
     def __init__(self, files: LocalFolder, *, rank: int) -> None:

@@ -127,6 +127,8 @@ class Writer:
         except BaseException:
             self._home.undo(self._appender)
             raise
+        import torch  # noqa: F401  # the thread needs it: its import, on a slow disk, is no time without progress
+
         _watch()
         _LIVE.add(self)
         self._thread = threading.Thread(target=self._run, name="layerscope-writer", daemon=True)
@@ -200,7 +202,7 @@ class Writer:
     ) -> Completeness:
         """Write what waits, seal, and state in `run.json` how complete the run is. A second call returns the same.
 
-        Waits as long as the disk takes what it is given, and 5 seconds when it takes nothing: then the thread goes on
+        Waits as long as the disk takes what it is given, and a minute when it takes nothing: then the thread goes on
         alone, the state returned is `interrupted`, and what it does not manage is for `recover`.
         """
         asked = Completeness(state, forwards, points, 0, recomputed, list(missing), failed=failed)

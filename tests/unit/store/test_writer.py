@@ -15,11 +15,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+import layerscope as ls
 from asserts import left_open
-from layerscope.errors import NotARun, RunBusy, RunExists
+from layerscope.errors import Damaged, NotARun, RunBusy, RunExists
 from layerscope.points import Moment, Point
-from layerscope.store import Blob, Completeness, Manifest, Missing, Writer, open_run
+from layerscope.store import Blob, Completeness, Manifest, MemoryRun, Missing, Writer, open_run
+from layerscope.store import home as homes
+from layerscope.store import writer as writing
+from layerscope.store.appender import Appender
+from layerscope.store.layouts.writing import convert
 from layerscope.store.manifest import Dropped
 
 A, B = Point("a"), Point("b")
@@ -391,6 +397,64 @@ def test_close_does_not_wait_for_ever_and_the_thread_goes_on_alone(tmp_path, cap
     gate.open.set()
     assert writer.close().state == "complete"
     assert open_run(tmp_path / "run").complete
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """A disk whose first write takes eight seconds, of a clock that goes on by one whenever it is asked."""
+    awake, append = threading.Event(), Appender.append
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self):
+            self.now += 1
+            if self.now >= 8:
+                awake.set()
+            return self.now
+
+    def slow(self, *given, **named):
+        assert awake.wait(60)
+        return append(self, *given, **named)
+
+    clock = Clock()
+    monkeypatch.setattr(writing, "time", clock)
+    monkeypatch.setattr(Appender, "append", slow)
+    yield clock
+    assert clock.now >= 8
+
+
+def test_a_first_write_that_takes_eight_seconds_loses_nothing(tmp_path, slow_disk):
+    writer = Writer(tmp_path / "run", Manifest())
+    writer.write(A, Moment(), blob=Blob("float32", (4,), 16, lambda: ONES))
+    assert writer.close().state == "complete"
+    assert open_run(tmp_path / "run").tensor("a").tolist() == ONES.tolist()
+
+
+def test_a_recording_whose_first_write_takes_eight_seconds_is_complete(tmp_path, slow_disk):
+    model = torch.nn.Sequential(torch.nn.Identity())
+    with ls.record(model, "0", to=tmp_path / "run") as rec:
+        model(torch.ones(4))
+    assert rec.completeness.state == "complete"
+    assert open_run(tmp_path / "run").tensor("0").tolist() == ONES.tolist()
+
+
+def test_a_conversion_whose_first_write_takes_eight_seconds_is_whole(tmp_path, slow_disk):
+    source = MemoryRun(Manifest())
+    source.add(A, Moment(), tensor=torch.ones(4))
+    convert(source, tmp_path / "run", layout="layerscope")
+    assert open_run(tmp_path / "run").tensor("a").tolist() == ONES.tolist()
+
+
+def test_a_conversion_that_the_disk_does_not_finish_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(homes.LocalHome, "patience", 0.1)
+    awake, append = threading.Event(), Appender.append
+    monkeypatch.setattr(Appender, "append", lambda *given, **named: (awake.wait(60), append(*given, **named))[1])
+    source = MemoryRun(Manifest())
+    source.add(A, Moment(), tensor=torch.ones(4))
+    with pytest.raises(Damaged, match="was not finished: the disk took nothing"):
+        convert(source, tmp_path / "run", layout="layerscope")
+    awake.set()
 
 
 def test_flush_gives_up_when_nothing_moves(tmp_path, caplog):

@@ -80,17 +80,20 @@ def _fill(job: Job, target: Address, entries: list[Entry]) -> None:
             writer.write(entry.point, entry.moment, blob=blob, summary=_summary_of(entry), note=entry.note or None)
             job.tell(str(entry.point), done, len(entries))
             done += 1
+        ends = was.state if was.state in _ENDED else "unknown"
         stated = writer.close(
             forwards=was.forwards,
             points=len(job.points),
             recomputed=was.recomputed,
             missing=was.missing,
             failed=was.failed,
-            state=was.state if was.state in _ENDED else "unknown",
+            state=ends,
         )
         if stated.dropped:
             lost = stated.dropped[0]
             raise Damaged(f"{lost.point} at {lost.first} could not be taken over: {lost.reason}")
+        if stated.state != ends:
+            raise Damaged(f"{target} was not finished: the disk took nothing; convert again, to a disk that does")
     for entry in entries:
         job.wrote(entry, "", entry.dtype)
 
