@@ -11,7 +11,7 @@ A pattern is one line of text:
     model.layers[0:4].mlp       a slice of the numbered modules, by number
     type:*Norm                  modules by class, or by a class they derive from
     op:aten.softmax             operations: any overload, and `_softmax` as well
-    model.norm:input            a side; default output; several with commas, all with `:*`
+    model.norm:input            a side; default output; several with commas, `:io` for two of them, `:*` for all
     model.layers.3[1]           what the side holds at [1]; default every leaf
     !model.layers.3             without these: every side unless one is given
 
@@ -280,10 +280,12 @@ def _parse(text: str) -> Pattern:
     if rest.startswith(":"):
         written, bracket, rest = rest[1:].partition("[")
         rest = bracket + rest
+        written = "input,output" if written == "io" else written
         if written != "*" and not _SIDE_LIST.fullmatch(written):
             raise BadText(
                 f"{text!r} has no side called {written!r}; the sides are {', '.join(SIDES)}, several with commas, "
-                "`:*` for all. A colon in a name is written \\:, and a pattern starts with type: or op:."
+                "`:io` for both of the forward, `:*` for all. "
+                "A colon in a name is written \\:, and a pattern starts with type: or op:."
             )
         sides = _sides_of(kind) if written == "*" else tuple(side for side in SIDES if side in written.split(","))
     if rest:
