@@ -375,17 +375,17 @@ def test_a_device_without_room_drops_counts_and_says_so(monkeypatch, caplog):
 def batches(monkeypatch):
     """How many tensors were taken together, each time."""
     seen = []
-    together, starting_all = lanes.Lane._fly_together, Slots.starting_all
+    send_all, starting_all = lanes.Lane.send_all, Slots.starting_all
 
     def counted(slots, dtype):
         start = starting_all(slots, dtype)
-        return start and (
-            lambda first, entries, count, programs: (seen.append(count), start(first, entries, count, programs))
-        )
+        return lambda first, entries, count, programs: (seen.append(count), start(first, entries, count, programs))
 
-    monkeypatch.setattr(
-        lanes.Lane, "_fly_together", lambda s, held, *rest: (seen.append(len(held)), together(s, held, *rest))
-    )
+    def sent(lane, memory, staged, raw):
+        seen.append(len(staged))
+        return send_all(lane, memory, staged, raw)
+
+    monkeypatch.setattr(lanes.Lane, "send_all", sent)
     monkeypatch.setattr(Slots, "starting_all", counted)
     return seen
 
@@ -399,10 +399,9 @@ def test_small_tensors_are_taken_together_at_the_end_of_the_step(keep, level, ba
     with torch.no_grad(), ls.record(model, "*", keep=keep, statistics=level) as rec:
         for _ in range(40):
             model(torch.randn(8, 64, device="cuda"))
-            torch.cuda.synchronize()  # a trial is judged once its numbers are there
     for hook in hooks:
         hook.remove()
-    assert batches.count(6) > 25  # of forty: not while they are tried, and now and then a page of slots is full
+    assert batches.count(6) > 30  # of forty: now and then a page of slots is full
     for number, tensor in enumerate(taken):
         step, name = number // 6, str(number % 6)
         if keep == "tensor":
@@ -425,10 +424,9 @@ def test_a_change_in_place_reaches_nothing_whether_torch_counts_it_or_not(keep, 
     with torch.no_grad(), ls.record(model, ["a", "b", "c"], keep=keep) as rec:
         for _ in range(40):
             model(torch.randn(8, 64, device="cuda"))
-            torch.cuda.synchronize()
     for hook in hooks:
         hook.remove()
-    assert batches[-20:] == [1] * 20  # c's alone
+    assert batches.count(3) > 30
     assert not rec.completeness.dropped
     for number, tensor in enumerate(taken):
         step, name = number // 3, "abc"[number % 3]
@@ -439,12 +437,7 @@ def test_a_change_in_place_reaches_nothing_whether_torch_counts_it_or_not(keep, 
 
 
 def test_tensors_that_are_put_together_on_the_device_stay_theirs_while_the_next_step_writes_over_them(batches):
-    sizes = (
-        1000,
-        40_000,
-        300_001,
-        1_000_000,
-    )  # of 2 bytes: the first go straight to the host, 21 of the others fill a berth
+    sizes = (1000, 40_000, 300_001, 1_000_000)  # of 2 bytes: several buffers in a step
     steps = torch.arange(60, device="cuda")
 
     def forward(m, x):
@@ -467,10 +460,8 @@ def test_tensors_that_are_put_together_on_the_device_stay_theirs_while_the_next_
         for step in range(60):
             busy @ busy  # so that copies are behind the model
             model(steps[step])
-            if step < 3:
-                torch.cuda.synchronize()  # a trial is judged once its copies are there
     assert not rec.completeness.dropped
-    assert max(batches) == 21
+    assert len(batches) >= 3 * 60
     for step in range(60):
         for name in parts:
             size, n = map(int, name.split("_"))
@@ -513,7 +504,7 @@ def test_what_does_not_lie_plainly_is_recorded_as_itself(keep):
     )
     x = torch.randn(64, 64, device="cuda")
     with torch.no_grad(), ls.record(model, "**", keep=keep) as rec:
-        for _ in range(10):  # long enough for the small ones to be taken together
+        for _ in range(10):
             model(x)
             torch.cuda.synchronize()
     refused = {missing.point: missing.reason for missing in rec.missing}
@@ -705,27 +696,33 @@ def test_torchscript_and_exported_models_on_the_device_are_recorded(tmp_path):
             assert_same_bits(rec.run.tensor("0", step=step), model[0](value).cpu())
 
 
-IN_A_NEW_PROCESS = """
-import time, torch, layerscope as ls
-from layerscope.recorder.recording import Recording
+ENDING = """
+import os, signal, sys, torch, layerscope as ls
 
-seen, look = [], Recording.seen
-Recording.seen = lambda self, step, *given, **named: seen.append(step.moment.step) or look(self, step, *given, **named)
-model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))).cuda()
-with torch.no_grad(), ls.record(model, "*", keep=KEEP) as rec:
-    for _ in range(8):
-        model(torch.ones(1, 8, device="cuda"))
-        torch.cuda.synchronize()
-        time.sleep(0.1)  # so that what was tried has arrived when the next step begins
-assert not rec.completeness.missing and not rec.completeness.dropped, rec.completeness
-assert rec.completeness.records == 32, rec.completeness
-print("the last step that a hook has seen:", max(seen))
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).cuda()
+rec = ls.record(model, "*", keep=KEEP).__enter__()
+for _ in range(3):
+    torch.cuda._sleep(10_000_000)  # so that copies are under way at the end
+    with torch.no_grad():
+        model(torch.ones(64, 512, device="cuda"))
+END
 """
+
+ENDS = {
+    "without reading": ("pass", 0),
+    "an exception": ("raise ValueError('on purpose')", 1),
+    "sys.exit": ("sys.exit(3)", 3),
+    "an interrupt": ("os.kill(os.getpid(), signal.SIGINT)", -2),
+    "the block's end": ("rec.__exit__(None, None, None)", 0),
+}
 
 
 @pytest.mark.parametrize("keep", ["tensor", "summary"])
-def test_small_tensors_pass_from_the_first_steps_of_a_process_on(keep):
-    code = IN_A_NEW_PROCESS.replace("KEEP", repr(keep))
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
-    assert int(said.stdout.split(": ")[-1]) <= 2, said.stdout  # one is the trial, in one the hooks learn
+@pytest.mark.parametrize(("end", "code"), ENDS.values(), ids=ENDS)
+def test_twenty_processes_end_cleanly_however_they_end(end, code, keep):
+    script = ENDING.replace("KEEP", repr(keep)).replace("END", end)
+    for _ in range(2):  # ten at a time: each takes seconds to start
+        ran = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) for _ in range(10)]
+        said = [process.communicate()[1] for process in ran]
+        assert {process.returncode for process in ran} == {code}, said
+        assert not any("terminate called" in text for text in said)

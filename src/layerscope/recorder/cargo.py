@@ -20,7 +20,7 @@ from layerscope.recorder.pinned import Room
 if TYPE_CHECKING:
     from layerscope.recorder.lanes import Lane
 
-__all__ = ["Arrival", "Bytes", "Cargo", "Carried", "Event", "Flight", "Lost", "Trip", "as_tensor", "flat"]
+__all__ = ["Arrival", "Bytes", "Cargo", "Carried", "Event", "Flight", "Lost", "Trip", "as_tensor", "flat", "leave"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -69,10 +69,6 @@ class Arrival:
         """Have it leave, though nobody waits for it."""
         if self.cargo is not None:
             self.cargo.leave()
-
-    def same_as(self, other: Arrival) -> bool:
-        """Whether both brought the same bytes."""
-        return torch.equal(*(arrival().reshape(-1).view(torch.uint8) for arrival in (self, other)))
 
     def then(self, call: Callable[[], None]) -> None:
         """Call once nothing is written to memory that `room` gave: now, or later in another thread."""
@@ -207,30 +203,18 @@ class Trip(Carried):
 class Flight(Cargo):
     """Copies under way to page-locked memory; it holds on to that memory until they have landed.
 
-    One is made in every step: what most of them never need is not made for each. Where several tensors were given room
-    together, `landing` is where, and a copy is a part of that; for as long as the flight is known, that is held too.
+    One is made in every step: what most of them never need is not made for each.
     """
 
     beside = False  # whether something flies on the side stream
     _filled: tuple[Bytes, ...] = ()  # the chunks before this one
     _landed: tuple[Any, ...] = ()  # the events that mark the end of the copies, once it has departed
 
-    def __init__(
-        self, lane: Lane, origin: torch.cuda.Stream, raw: int, chunk: Bytes, landing: Room | None = None
-    ) -> None:
+    def __init__(self, lane: Lane, origin: torch.cuda.Stream, raw: int, chunk: Bytes) -> None:
         self.lane = lane
         self.origin = origin
         self.raw = raw
         self.chunk: Bytes | None = chunk  # that was flown to last
-        self.landing = landing
-
-    def part(self, place: int, dtype: torch.dtype, shape: torch.Size) -> Arrival:
-        """Return the copy that begins at a place of the landing."""
-        assert self.landing is not None
-        chunk, at, address = self.landing
-        arrival = Arrival(dtype, shape)
-        arrival.landing, arrival.cargo = (chunk, at + place, address + place), self
-        return arrival
 
     def hold(self, chunk: Bytes) -> None:
         """Keep another chunk from being used again before the copies have landed."""
@@ -283,6 +267,13 @@ class Flight(Cargo):
 
     def _pause(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+def leave(part: object) -> None:
+    """Have something leave the device, if it is on its way from there."""
+    part = getattr(part, "__self__", part)  # of what was staged, a method
+    if hasattr(part, "leave"):
+        part.leave()
 
 
 def as_tensor(octets: Bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

@@ -27,14 +27,14 @@ from layerscope.recorder.cargo import as_tensor
 from layerscope.recorder.lanes import arriving
 from layerscope.stats.bits import lying
 
-__all__ = ["Arena", "Lease", "Pool", "dtype_name", "plain", "undisturbed"]
+__all__ = ["Arena", "Lease", "Pool", "dtype_name", "plain", "same_bits", "undisturbed"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _HUGE_PAGE = 2 << 20
 _CHUNK = 32 << 20
 _SMALL = 256 << 10  # below this, ordinary allocation: a kept tensor must not hold a whole chunk
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = (1, 2, 4, 8)  # bytes of what numpy copies and compares bit by bit
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -185,10 +185,33 @@ def _copy(kept: torch.Tensor, tensor: torch.Tensor) -> None:
         ctypes.memmove(kept.data_ptr(), lies[1], tensor.nbytes)
 
 
+def same_bits(kept: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Tell whether a CPU tensor has the values that were kept of it; False also where that cannot be told at once."""
+    if kept.dtype is not tensor.dtype or kept.shape != tensor.shape or tensor.itemsize not in _WORDS:
+        return False
+    if lying(tensor) is None and (tensor.is_conj() or tensor.is_neg()):
+        return False
+    return np.array_equal(_bits(kept), _bits(tensor.detach()))
+
+
+class _Lying:
+    """A CPU tensor's values as numpy is told of them; `tensor.numpy()` would keep its owner from resizing it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        width = tensor.itemsize
+        self.tensor = tensor  # which must live as long as the array
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * width for step in tensor.stride()),
+            "typestr": np.dtype(f"i{width}" if width in _WORDS else "c16").str,
+        }
+
+
 def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """View a CPU tensor's values as words, whatever its dtype: numpy has no bfloat16."""
-    word = _WORDS.get(tensor.itemsize)
-    return tensor.numpy() if word is None else tensor.view(word).numpy()
+    return np.asarray(_Lying(tensor)) if tensor.numel() else np.empty(tuple(tensor.shape), np.uint8)
 
 
 def _chunk() -> Bytes:

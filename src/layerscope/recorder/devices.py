@@ -2,9 +2,9 @@
 
     later = Statistics().of(tensor)          # launched on the device; later() gives the Summary
 
-Nothing in a hook synchronises. One launch on the model's own stream takes the numbers of a tensor, or of many at once
-(`gathering.py` says when that can wait), so that a later in-place operation cannot reach them; the numbers of many
-tensors are gathered by one more launch, straight to page-locked memory, and the device's lane reads them (`lanes.py`).
+Nothing in a hook synchronises. One launch on the model's own stream takes the numbers of a tensor, so that a later
+in-place operation cannot reach them; the numbers of many tensors are gathered by one more launch, straight to
+page-locked memory, and the device's lane reads them (`lanes.py`).
 Only where so many are gathered before the first are read that they would take too much memory, the hook waits.
 """
 
@@ -13,11 +13,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,9 +37,10 @@ from layerscope.recorder.lanes import (
 from layerscope.stats import Summary, summarize
 
 if TYPE_CHECKING:
+    from layerscope.recorder.staging import Staged
+    from layerscope.stats.bits import Array
     from layerscope.stats.device import Gathered, Level, Sheet, Start, StartAll
 
-    Held = Any  # of `native/`
     _Key = tuple[int, int, Level, bool]  # device, stream, level, and whether float64's buckets are wanted
 
 __all__ = ["Later", "Statistics"]
@@ -63,7 +63,6 @@ class Statistics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._desks: dict[_Key, _Desk] = {}
-        self.taken: Counter[int] = Counter()  # bytes of each device that they take up
         self._last: dict[Level, _Desk] = {}  # that was used at each level
         self._broken: str | None = None
 
@@ -113,28 +112,63 @@ class Statistics:
         arrival = arriving(tensor, lambda size: np.empty(size, np.uint8))
         return lambda: summarize(arrival(), level=level)
 
-    def start_all(self, level: Level, dtype: torch.dtype, held: list[Held], gates: Any) -> Any | None:
-        """Launch the reduction of many tensors of one dtype, together, on the current stream; tell each where it is.
+    def start_all(self, staged: list[Staged]) -> None:
+        """Launch the reductions of staged tensors on the current stream, those of a dtype together."""
+        groups: dict[tuple[Level, torch.dtype], list[Staged]] = {}
+        for one in staged:
+            groups.setdefault((one.wish.level, one.dtype), []).append(one)
+        for (level, dtype), group in groups.items():
+            desk = self._together(group[0], level)
+            if desk is None:
+                for one in group:
+                    one.later = self.of(one.values, level=level)
+            else:
+                self._start_together(desk, dtype, group)
 
-        They lie plainly, on one device. Return the way in which the next ones go by themselves. Nothing is done where
-        nobody has asked for such statistics yet, or no page-locked memory is there to tell the device where they lie.
-        """
-        place = held[0].tensor.get_device()
-        desk = self._desks.get((place, current_stream(place), level, False))
-        together = None if desk is None else desk.together(dtype)
-        if desk is None or together is None:
+    def _together(self, one: Staged, level: Level) -> _Desk | None:
+        """Return the desk where tensors like this one are started together, if there is such a thing."""
+        if self._broken is None:
+            self._broken = _why_not()
+        if self._broken or one.dtype is torch.float64:  # which is looked at twice
             return None
-        turn, slots = partial(self._turn, desk), desk.slots.size
-        way = gates.Way(level, dtype, self._lock, desk, together, turn, slots, *desk.slots.tiling(dtype))
-        way.take(held)
-        return way
+        from layerscope.stats import device
 
-    def _turn(self, desk: _Desk) -> bool:
-        """See to it that there is a page with a slot that is free, and a table; whether there is."""
-        if desk.is_full:
-            self._make_way(desk)
-        with self._lock:
-            return self._desks.get(desk.key) is desk and self._page(desk).table != 0  # not one that `_send` gave up
+        if one.dtype not in device.KINDS:
+            return None
+        values = one.values
+        place = values.get_device()
+        try:
+            with self._lock:
+                desk = self._desk_of((place, current_stream(place), level, False), values.device)
+                desk.starting_all(one.dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._give_up(error)
+            return None
+        return desk
+
+    def _start_together(self, desk: _Desk, dtype: torch.dtype, group: list[Staged]) -> None:
+        start, tile, most, name = desk.starting_all(dtype)
+        lying = np.array([(one.address, one.count, 0) for one in group], np.int64)
+        tiles = -(-lying[:, 1] // tile)
+        lying[:, 2] = -(-tiles // most)
+        programs = -(-tiles // lying[:, 2])
+        done = 0
+        while done < len(group):
+            if desk.is_full:
+                self._make_way(desk)
+            with self._lock:
+                page = self._page(desk)
+                first = page.aboard
+                last = min(len(group), done + desk.slots.size - first)
+                page.aboard += last - done  # first of all: an interrupt must not use them twice
+                page.over = False
+                page.table[first : page.aboard] = lying[done:last]
+                start(first, page.table.ctypes.data + 24 * first, last - done, int(programs[done:last].max()))
+            for index, one in enumerate(group[done:last], first):
+                one.later = Later(page, index, name, one.shape)
+            done = last
 
     def _page(self, desk: _Desk) -> _Page:
         """Return the page of a desk, another one if all its slots are taken."""
@@ -155,7 +189,7 @@ class Statistics:
             for desk in list(self._desks.values()):
                 with suppress(Exception):  # whoever waits for the numbers is told
                     self._send(desk)
-                self._close(desk)
+                self._desks.pop(desk.key, None)
             self._last.clear()
 
     def _give_up(self, error: Exception) -> None:
@@ -237,24 +271,14 @@ class Statistics:
                 if desk.page is page:
                     self._send(desk)
 
-        page = desk.page = _Page(desk.lane, desk.origin, leave, desk.unused)
-        room = desk.lane.room(24 * desk.slots.size)
-        if room is not None:
-            chunk, _, page.table = room
-            page.reads.append(chunk)
+        page = desk.page = _Page(desk.lane, desk.origin, leave, desk.unused, desk.table())
         return page
 
     def _desk_of(self, key: _Key, where: torch.device) -> _Desk:
         desk = self._desks.get(key)
         if desk is None:
-            desk = _Desk(key, where)
-            self.taken[desk.place] += desk.slots.size_on_device  # first: an interrupt leaves too much, not too little
-            self._desks[key] = desk
+            desk = self._desks[key] = _Desk(key, where)
         return desk
-
-    def _close(self, desk: _Desk) -> None:
-        if self._desks.pop(desk.key, None) is not None:
-            self.taken[desk.place] -= desk.slots.size_on_device
 
     def _send(self, desk: _Desk) -> None:
         """Have a page's numbers gathered; its slots are free again, in the order of the stream."""
@@ -275,7 +299,7 @@ class Statistics:
             if (sheet := page.sheet) is not None:
                 _abandoned.append(sheet)
             page.finish(error)
-            self._close(desk)
+            self._desks.pop(desk.key, None)
             self._last = {level: other for level, other in self._last.items() if other is not desk}
             raise
 
@@ -292,18 +316,26 @@ class _Desk:
         self.lane = lane_of(where)
         self.origin = torch.cuda.current_stream(where)
         self.slots = device.Slots(where, level, self.stream, wide=wide)
+        self.locks = where.type == "cuda"
         self.unused = [self.slots.sheet(0) for _ in range(2)]  # to get such memory holds up every launch
         self.known: dict[torch.dtype, tuple[Start, str]] = {}
+        self._starts_all: dict[torch.dtype, tuple[StartAll, int, int, str]] = {}
         self.page: _Page | None = None
         self.sent: deque[_Page] = deque()  # whose sheets may not have been read
         self.ahead = float(_AHEAD)
-        self._together: dict[torch.dtype, StartAll | None] = {}
 
-    def together(self, dtype: torch.dtype) -> StartAll | None:
-        """Return the launch for many tensors of a dtype at once, where there is one."""
-        if dtype not in self._together:
-            self._together[dtype] = self.slots.starting_all(dtype)
-        return self._together[dtype]
+    def starting_all(self, dtype: torch.dtype) -> tuple[StartAll, int, int, str]:
+        """Return the launch for many tensors of a dtype, the items of a program, the most programs, and its name."""
+        known = self._starts_all.get(dtype)
+        if known is None:
+            known = self.slots.starting_all(dtype), *self.slots.tiling(dtype), dtype_name(dtype)
+            self._starts_all[dtype] = known
+        return known
+
+    def table(self) -> Array:
+        """Return memory that the device can read, for what a launch is told of each tensor of a page."""
+        with undisturbed():
+            return torch.empty((self.slots.size, 3), dtype=torch.int64, device="cpu", pin_memory=self.locks).numpy()
 
     def sheet(self, used: int) -> Sheet:
         """Return a sheet for so many tensors, in the memory of one that was read where there is any."""
@@ -327,21 +359,18 @@ class _Desk:
 class _Page(Carried):
     """The numbers of tensors that are gathered together."""
 
-    def __init__(self, lane: Lane, origin: torch.cuda.Stream, leave: Callable[[], None], unused: list[Sheet]) -> None:
+    def __init__(
+        self, lane: Lane, origin: torch.cuda.Stream, leave: Callable[[], None], unused: list[Sheet], table: Array
+    ) -> None:
         super().__init__(lane, origin)
         self._unused = unused  # sheets that were read
+        self.table = table  # where launches are told where many tensors lie
         self.sheet: Sheet | None = None
         self.gathered: Gathered | None = None
-        self.table = 0  # where launches are told where many tensors lie
-        self.reads: list[Any] = []  # the memory of the host that it is in
         self._send = leave
 
     def leave(self) -> None:
         self._send()
-
-    def part(self, place: int, dtype: torch.dtype, shape: torch.Size) -> Later:
-        """Return the numbers in one of the slots."""
-        return Later(self, place, dtype_name(dtype), shape)
 
     def unload(self) -> None:
         from layerscope.stats.device import Gathered
@@ -356,12 +385,11 @@ class _Page(Carried):
         self.gathered = Gathered.read(sheet)
         self.sheet = None
         self._unused.append(sheet)
-        self.reads.clear()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Tell those who wait; who has the numbers holds neither their desk nor its memory from then on."""
         super().finish(error)
-        self._send, self._unused = _nothing, []
+        self._send, self._unused, self.table = _nothing, [], self.table[:0]
 
 
 class Later:
@@ -389,13 +417,6 @@ class Later:
     def leave(self) -> None:
         """Have the numbers fetched, though nobody waits for them."""
         self._page.leave()
-
-    def same_as(self, other: Later) -> bool:
-        """Whether both are of the same values, taken by the same programs."""
-        mine, its = self._page.gathered, other._page.gathered
-        assert mine is not None
-        assert its is not None
-        return mine.same(self._index, its, other._index)
 
 
 def _nothing() -> None:

@@ -10,15 +10,15 @@ to copy to memory that is not page-locked would hold up every launch of the proc
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache, partial
-from operator import attrgetter
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +26,15 @@ import numpy as np
 import torch
 
 from layerscope.errors import Unsupported
-from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Flight, Lost, Trip, as_tensor, flat
+from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Event, Flight, Lost, Trip, as_tensor, flat
 from layerscope.recorder.pinned import Pinned, Room
-from layerscope.stats.driver import Launch, allow_captures, copying, why_no_driver
-from layerscope.stats.launching import why_not
+from layerscope.stats.driver import allow_captures, copying, why_no_driver
 
 if TYPE_CHECKING:
-    from layerscope.recorder.berths import Berth, Berths
+    from layerscope.recorder.staging import Staged
 
 __all__ = [
-    "Lane", "arriving", "capturing", "current_stream", "flying", "is_alone", "is_capturing", "is_current", "lane_of",
+    "Lane", "arriving", "capturing", "current_stream", "is_alone", "is_capturing", "is_current", "lane_of",
     "lies_plainly", "rest",
 ]  # fmt: skip
 
@@ -44,11 +43,9 @@ _log = logging.getLogger("layerscope")
 _STAGE = 16 << 20
 _MOST = 2 << 30  # bytes of clones a device holds at most, if a quarter of its free memory is not less
 _TOGETHER = 256 << 20  # bytes of clones that leave before anybody has asked for one, if a quarter of that is not less
-_TINY = 64 << 10  # bytes that a kernel on the model's own stream takes to the host, together with others
 _SMALL = 2 << 20  # bytes that the model's own stream copies: 40 us at most, and the copy needs no clone
 _BOUND = 10.0  # seconds that a hook waits for room on the device, at most
 _FEW = 16  # flights that nobody asks whether they have landed, while no memory is short
-_BOTH = -1  # the number of no stream: that of a flight for which none speaks alone
 
 # What torch asks CUDA, without its Python around it; a build without CUDA has none of them.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -76,16 +73,8 @@ def arriving(tensor: torch.Tensor, room: Callable[[int], Bytes]) -> Arrival:
     return arrival
 
 
-def flying(tensor: torch.Tensor, room: Callable[[int], Bytes]) -> Arrival | None:
-    """Start the copy of a small tensor that lies plainly, with as little Python as can be; None of any other."""
-    lane = _lanes.get(tensor.get_device())
-    if lane is None or not lies_plainly(tensor, lane.place) or not 0 < tensor.nbytes <= _SMALL:
-        return None
-    address = tensor.data_ptr()
-    if not address:  # it lies nowhere
-        return None
-    arrival = Arrival(tensor.dtype, tensor.shape, room)
-    return arrival if lane.let_fly(arrival, address, tensor.nbytes) else None
+def _ordinary(size: int) -> Bytes:
+    return np.empty(size, np.uint8)
 
 
 def lies_plainly(tensor: torch.Tensor, place: int) -> bool:
@@ -138,7 +127,7 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.place: int = device.index
-        self._device = device
+        self.device = device
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self.trip: Trip | None = None
@@ -149,31 +138,40 @@ class Lane:
         self._most = min(_MOST, torch.cuda.mem_get_info(device)[0] // 4)
         self._enough = min(_TOGETHER, self._most // 4)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stage = torch.empty(_STAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._queue: SimpleQueue[Carried | None] = SimpleQueue()  # None only asks for page-locked memory
+        self._queue: SimpleQueue[Carried | None] = SimpleQueue()  # None only asks for page-locked memory, or to stop
+        self._stopped = False
         self._origins: dict[int, torch.cuda.Stream] = {}  # by their number
-        self._ferries: dict[int, tuple[Launch, int]] = {}  # of each stream, and the bytes that a program takes
-        self._carrier: Launch | None = None  # what brings the rest, on the side stream
-        self._tiny = -1 if why_not() else _TINY  # bytes of what a ferry takes to the host
         self.pinned = None if why_no_driver() else Pinned(let_go=self._retire, ask=partial(self._queue.put, None))
         self._copy = None if why_no_driver() else copying(device.index)
-        threading.Thread(target=self._carry, name=f"layerscope-{device}", daemon=True).start()
+        self._thread = threading.Thread(target=self._carry, name=f"layerscope-{device}", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the thread, once it has carried what it was given.
+
+        An interpreter that ends while the thread is inside torch or the driver aborts the process.
+        """
+        self._stopped = True
+        self._queue.put(None)
+        self._thread.join()
 
     def board(self, arrival: Arrival, tensor: torch.Tensor) -> None:
         """Have a tensor leave, as it is when the current stream comes to this point."""
         if is_current(self.place):
             self._board(arrival, tensor)
         else:
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(self.device):
                 self._board(arrival, tensor)
 
     def _board(self, arrival: Arrival, tensor: torch.Tensor) -> None:
         size = tensor.nbytes
         if 0 < size <= _SMALL:
-            source = tensor.contiguous()  # which lives until its copy is under way
-            if self.let_fly(arrival, source.data_ptr(), size):
+            source = tensor if tensor.is_contiguous() else tensor.contiguous()  # which lives until its copy is queued
+            if self._let_fly(arrival, source.data_ptr(), size):
                 return
         raw = current_stream(self.place)
         with self._lock:
@@ -183,7 +181,7 @@ class Lane:
             else:
                 self._fly_beside(arrival, tensor, room, size, raw)
 
-    def let_fly(self, arrival: Arrival, address: int, size: int) -> bool:
+    def _let_fly(self, arrival: Arrival, address: int, size: int) -> bool:
         """Copy what lies in order on the current device straight to page-locked memory; False where none is free."""
         raw = current_stream(self.place)
         with self._lock:
@@ -198,14 +196,9 @@ class Lane:
         return True
 
     def prepare(self) -> None:
-        """Get memory, and load the kernels that copy many tensors, lest the first steps wait for it or go without."""
-        from layerscope.recorder.ferrying import carrying, ferrying
-
+        """Get memory, lest the first steps wait for it or go without."""
         if self.pinned is not None:
             self._get_memory(self.pinned.prepare)
-            if not why_not():
-                ferrying(self._device)
-                carrying(self._device)
 
     def _get_memory(self, get: Callable[[], None]) -> None:
         try:
@@ -213,74 +206,42 @@ class Lane:
         except Exception as error:  # there is a way without
             said = f"{type(error).__name__}: {error}"
             _log.warning(
-                "no more page-locked memory for copies from %s, which are slower without: %s", self._device, said
+                "no more page-locked memory for copies from %s, which are slower without: %s", self.device, said
             )
 
-    def ferry(self, held: list[Any], width: int, gates: Any, berths: Berths) -> None:
-        """Bring tensors with items of one width to the host, and tell each where it will be.
+    def send_all(self, memory: torch.Tensor, staged: list[Staged], raw: int) -> Any:
+        """Copy a staging buffer to the host on the side stream; return what marks that it was read there.
 
-        They lie plainly on this device. A kernel on the current stream writes small ones to the host, others to berths,
-        from where another brings them while the model goes on. Nothing is done where no page-locked memory is free.
+        `raw`, the current stream, has filled it.
         """
-        room = gates.room_for(held, width)
-        if room[2] <= self._tiny:
-            self._fly_together(held, width, room, gates, None)
-            return
-        small = [one for one in held if one.items * width <= self._tiny]
-        if small:
-            self._fly_together(small, width, gates.room_for(small, width), gates, None)
-        large = [one for one in held if one.items * width > self._tiny]
-        for number, share in enumerate(_shares(large, width, berths.share)):
-            room = gates.room_for(share, width)
-            berth = berths.at(number, room[1], current_stream(self.place), self._side)
-            self._fly_together(share, width, room, gates, berth)
-
-    def _fly_together(
-        self, held: list[Any], width: int, room: tuple[int, int, int], gates: Any, berth: Berth | None
-    ) -> None:
-        """Have one launch see to all of these, and one flight; through a berth, or straight to the host."""
-        raw, (entries, size, _) = current_stream(self.place), room
         with self._lock:
-            landing = None if self.pinned is None else self.pinned.room(entries + size)
-            if landing is None:
-                return
-            address, target = landing[2], landing[2] + entries
-            if berth is None:
-                flight = Flight(self, self._origins.get(raw) or self._origin(raw), raw, landing[0], landing)
-            else:
-                flight = Flight(self, self._side, self._side.cuda_stream, landing[0], landing)
-            try:
-                launch, block = self._ferries.get(raw) or self._ferrying(raw)
-                there = target if berth is None else berth.address
-                programs = -(-gates.ferried(held, width, address, there, flight) // block)
-                everywhere = len(held) * programs
-                if berth is None:
-                    launch(0, 0, address, programs, everywhere)
-                else:
-                    carry = self._carrier or self._carrying()
-                    gates.fly_on(launch, address, programs, everywhere, carry, target, size, berth.told)
-                flight.depart(flight.origin)
-                self._flying.append(flight)
-            except BaseException:  # they were told where their copies will be, and those are not under way, or not all
-                for one in held:
-                    one.got = None
-                flight.depart(self._origins.get(raw) or self._origin(raw), self._side)
-                flight.raw = _BOTH
-                self._flying.append(flight)
-                raise
-            self._retire_some()
-
-    def _carrying(self) -> Launch:
-        from layerscope.recorder.ferrying import carrying
-
-        self._carrier = carrying(self._device)(self._side.cuda_stream)
-        return self._carrier
-
-    def _ferrying(self, raw: int) -> tuple[Launch, int]:
-        from layerscope.recorder.ferrying import BLOCK, ferrying
-
-        found = self._ferries[raw] = ferrying(self._device)(raw), BLOCK
-        return found
+            size = memory.numel()
+            room = None if self.pinned is None else self.pinned.room(size)
+            if room is None:
+                for one in staged:
+                    arrival = Arrival(one.dtype, one.shape, _ordinary)
+                    try:
+                        self._take_along(arrival, one.values, one.values.nbytes, raw)
+                        one.arrival = arrival
+                    except Lost as error:
+                        one.lost = error
+                return None
+            chunk, at, address = room
+            self._depart()
+            flight = self.flight = Flight(self, self.origin(raw), raw, chunk)
+            ready = Event()
+            ready.record(flight.origin)
+            self.side.wait_event(ready)
+            self._copy(address, memory.data_ptr(), size, self.side.cuda_stream)  # type: ignore[misc]
+            flight.beside = True
+            flight.aboard += len(staged)
+            for one in staged:
+                one.arrival = Arrival(one.dtype, one.shape)
+                one.arrival.landing, one.arrival.cargo = (chunk, at + one.at, address + one.at), flight
+            left = Event()
+            left.record(self.side)
+            self._depart()
+            return left
 
     def _boarding(self, chunk: Bytes, raw: int) -> Flight:
         """Return the flight that is being loaded for a stream, and have it hold on to the chunk."""
@@ -288,15 +249,19 @@ class Lane:
         if flight is None or flight.raw != raw:
             if flight is not None or self._held:
                 self._depart()
-            origin = self._origins.get(raw) or self._origin(raw)
-            flight = self.flight = Flight(self, origin, raw, chunk)
+            flight = self.flight = Flight(self, self.origin(raw), raw, chunk)
         elif flight.chunk is not chunk:
             flight.hold(chunk)
         return flight
 
-    def _origin(self, raw: int) -> torch.cuda.Stream:
-        origin = self._origins[raw] = torch.cuda.current_stream(self._device)
-        return origin
+    def origin(self, raw: int) -> torch.cuda.Stream:
+        """Return the stream of a number."""
+        known = self._origins.get(raw)
+        if known is None:
+            here = torch.cuda.current_stream(self.device)
+            known = here if here.cuda_stream == raw else torch.cuda.ExternalStream(raw, self.device)  # type: ignore[no-untyped-call]
+            self._origins[raw] = known
+        return known
 
     def room(self, size: int) -> Room | None:
         """Return page-locked memory that the device can read, if there is any free."""
@@ -312,9 +277,9 @@ class Lane:
         clone = tensor.clone(memory_format=torch.contiguous_format)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(flight.origin)
-        self._side.wait_event(ready)
-        self._copy(room[2], clone.data_ptr(), size, self._side.cuda_stream)  # type: ignore[misc]
-        clone.record_stream(self._side)
+        self.side.wait_event(ready)
+        self._copy(room[2], clone.data_ptr(), size, self.side.cuda_stream)  # type: ignore[misc]
+        clone.record_stream(self.side)
         arrival.landing, arrival.cargo = room, flight
         flight.beside = True
         flight.aboard += 1
@@ -333,7 +298,7 @@ class Lane:
                 self._await_one()
             elif not self._changed.wait(until - time.monotonic()):
                 raise Lost(
-                    f"copies did not leave {self._device}: {self._held >> 20} MiB of them waited for {_BOUND:g} s"
+                    f"copies did not leave {self.device}: {self._held >> 20} MiB of them waited for {_BOUND:g} s"
                 )
 
     def _take_along(self, arrival: Arrival, tensor: torch.Tensor, size: int, raw: int) -> None:
@@ -341,7 +306,7 @@ class Lane:
         trip = self.trip
         if trip is None or trip.origin.cuda_stream != raw:
             self._leave()
-            trip = self.trip = Trip(self, torch.cuda.current_stream(self._device))
+            trip = self.trip = Trip(self, torch.cuda.current_stream(self.device))
         arrival.clone = tensor.clone(memory_format=torch.contiguous_format)
         arrival.cargo = trip
         trip.arrivals.append(arrival)
@@ -375,7 +340,7 @@ class Lane:
         flight, self.flight = self.flight, None
         if flight is not None:
             try:
-                flight.depart(flight.origin, *((self._side,) if flight.beside else ()))
+                flight.depart(flight.origin, *((self.side,) if flight.beside else ()))
             except BaseException as error:
                 flight.finish(error)
                 raise
@@ -458,7 +423,7 @@ class Lane:
             staged.clear()
 
     def _carry(self) -> None:
-        torch.cuda.set_device(self._device)
+        torch.cuda.set_device(self.device)
         if self.pinned is not None:
             with suppress(Exception):
                 allow_captures()
@@ -466,8 +431,10 @@ class Lane:
             cargo = self._queue.get()
             if cargo is not None:
                 self._unload(cargo)
+            elif self._stopped:
+                return
             del cargo
-            if self.pinned is not None:
+            if self.pinned is not None and not self._stopped:
                 self._get_memory(self.pinned.grow)
 
     def _unload(self, cargo: Carried) -> None:
@@ -480,26 +447,11 @@ class Lane:
         try:
             cargo.finish(error)
         except Exception as raised:  # somebody else's; the lane must go on
-            _log.warning("after a copy from %s: %s: %s", self._device, type(raised).__name__, raised)
+            _log.warning("after a copy from %s: %s: %s", self.device, type(raised).__name__, raised)
         if cargo.size:  # nobody waits for others, and a lock that the model holds is waited for
             with self._changed:
                 self._held -= cargo.size
                 self._changed.notify_all()
-
-
-def _shares(held: list[Any], width: int, most: int) -> Iterator[list[Any]]:
-    """Cut tensors into shares of so many bytes at most, those of like size together: each gets as many programs."""
-    share: list[Any] = []
-    size = 0
-    for one in sorted(held, key=attrgetter("items")):
-        mine = one.items * width + 63 & -64
-        if share and size + mine > most:
-            yield share
-            share, size = [], 0
-        share.append(one)
-        size += mine
-    if share:
-        yield share
 
 
 _lanes: dict[int, Lane] = {}  # by the number of the device

@@ -25,13 +25,13 @@ from layerscope.errors import Incomplete, NoSuchPoint, NothingRecorded
 from layerscope.points import Moment, Point
 from layerscope.recorder.about import about
 from layerscope.recorder.cargo import Lost
+from layerscope.recorder.cargo import leave as send_off
 from layerscope.recorder.clock import Clock
 from layerscope.recorder.copying import undisturbed
-from layerscope.recorder.gathering import Held, leave_behind, values_of
 from layerscope.recorder.ledger import Ledger
-from layerscope.recorder.taking import Look, Taken, Taking
-from layerscope.recorder.taps import Keep, Level, Only, Plan, Request, Wish, plan, schedule_of, taps_of
-from layerscope.runtimes import eager, find, opened
+from layerscope.recorder.taking import Look, Taking
+from layerscope.recorder.taps import Keep, Level, Plan, Request, Wish, plan, schedule_of, taps_of
+from layerscope.runtimes import find, opened
 from layerscope.runtimes.observing import measures
 from layerscope.runtimes.runtime import Runtime
 from layerscope.runtimes.sink import Step
@@ -51,11 +51,6 @@ _BUDGET = 512 << 20
 _SILENT_BLOCK = (
     "it was not called (the recording's `model` is what to call), or it was called through torch.compile, "
     "where hooks added after compiling never fire"
-)
-
-_IN_DOUBT = (
-    "its tensors are changed in place in a way that torch does not count, first seen in this step: of the steps before "
-    "it, some records may show the values of a step's end; from now on they are taken in the hook"
 )
 
 # A record on its way into a run in memory; copy and summary may still have to arrive from a device.
@@ -104,11 +99,7 @@ def record(
     `observer="skip"` does not. `precision_faithful` has Inductor round where the source does while it is recorded, so
     that taps change nothing: slower, and to other bits than the plain compiled model's.
 
-    A tensor seen before is recognised as the same object at the same version. What changes it without changing its
-    version (`.data`, numpy, a kernel of one's own) goes unnoticed until the next tensor. On a GPU, in memory, small
-    tensors are taken together when the step ends, where a trial gave the same values as in the hook; a point that is
-    changed without its version for the first time after that is found out when it is tried again, and listed under
-    `missing` (`docs/gpu.md`).
+    A record is the value at the moment of the hook, whatever changes the tensor afterwards and by whichever way.
     """
     if on_error not in ("record", "raise"):
         raise ValueError(f"on_error={on_error!r} is not known; use 'record' or 'raise'.")
@@ -129,6 +120,10 @@ def record(
     runtime.check(model, planned.sides, ops=any(planned.ops))
     told = _Settings(to, on_error == "raise", append, statistics, name, mode, weights, settings or {}, budget)
     return Recording(model, runtime, planned, told, listener)
+
+
+def _modes() -> bool:
+    return bool(_dispatch_modes() or _function_modes())
 
 
 class Listener(Protocol):
@@ -166,7 +161,7 @@ class _Step(Step):
     One is made for every forward that is recorded: by hand, because a model may be waiting for Python.
     """
 
-    __slots__ = ("alone", "due", "looks", "moments", "requests", "taken")
+    __slots__ = ("due", "looks", "moments", "requests")
 
     def __init__(
         self,
@@ -174,8 +169,6 @@ class _Step(Step):
         due: tuple[bool, ...] = (),
         requests: dict[int, Request] | None = None,
         whole: Callable[[Step, Point, object, int], None] | None = None,
-        *,
-        alone: bool = True,
     ) -> None:
         self.moment = moment
         self.idle = True not in due
@@ -184,9 +177,7 @@ class _Step(Step):
         self.due = due
         self.requests = {} if requests is None else requests
         self.looks: dict[int, Look] = {}
-        self.taken: dict[int, Taken] = {}
         self.moments: dict[int, Moment] = {}  # of each call
-        self.alone = alone  # whether no other forward belongs to it
 
     def at(self, call: int) -> Moment:
         """Return the moment of a call within the step."""
@@ -219,14 +210,10 @@ class Recording:
         self._lock = threading.RLock()  # a schedule is somebody's function, which may run the model
         self._step: _Step | None = None
         self._idle = _Step(Moment())  # every step in which nothing is due
-        self._pending: deque[_Waiting | Held] = deque()
-        self._taking = Taking(
-            in_memory=self.to is None,
-            listened=listener is not None,
-            budget=settings.budget,
-            keep=self._pending.append,
-            doubtful=self._doubt,
-        )
+        self._pending: deque[_Waiting] = deque()
+        self._taking = Taking(in_memory=self.to is None, budget=settings.budget)
+        self._staging = self._taking.staging
+        self._stages = self.to is None and listener is None
         self._clock = Clock()
         self._note: Mapping[str, Any] | None = None
         self._tell_whole: Callable[[Point, Moment, object], None] | None = getattr(listener, "whole", None)
@@ -242,8 +229,7 @@ class Recording:
         if self._memory is not None or self._writer is not None:
             raise RuntimeError("a recording is entered once; call record() again for another one.")
         settings, rank = self._settings, ranks.rank()
-        parts = self._runtime is not eager or eager.compiled_parts(self._watched)  # that may use their memory again
-        kernels = self._taking.prepare(self._runtime.parameters(self._watched), self._plan, gathers=not parts)
+        kernels = self._taking.prepare(self._runtime.parameters(self._watched), self._plan)
         manifest = about(
             self._watched,
             self._runtime,
@@ -280,6 +266,12 @@ class Recording:
             done = self._finish(state="complete" if error is None else "interrupted")
         if error is not None:
             return
+        if done.state != "complete":
+            _log.error(
+                "the run at %s is %s, not complete: `layerscope recover` seals what is there", self.to, done.state
+            )
+            if self._settings.strict:
+                raise Incomplete(f"the run at {self.to} is {done.state}: the disk did not take everything in time.")
         ledger = self._ledger
         if ledger.any_due and not ledger.any_recorded:
             raise NothingRecorded(
@@ -304,8 +296,6 @@ class Recording:
         belongs to it until the next call of `moment`. `note` is kept beside every record until then.
         """
         self._note = note
-        if note:
-            self._taking.shut()  # what is seen in the rest of a step has a note of its own
         self._clock.set(epoch=epoch, step=step, batch=batch)
 
     def flush(self) -> None:
@@ -377,12 +367,6 @@ class Recording:
             if step is None or step.moment is not moment:
                 step = self._step = self._begun(moment)
             self._ledger.forwards += 1
-        gathering = self._taking.gathering
-        if gathering is not None:
-            try:
-                gathering.begin(None if step.idle or step.whole or self._note else step)
-            except Exception as error:
-                self._taking.gather_no_more(error)
         return step
 
     def _begun(self, moment: Moment) -> _Step:
@@ -397,19 +381,14 @@ class Recording:
             return self._idle
         if due is not ledger.last:
             ledger.are_due(due)
-        return _Step(moment, due, plan.requests(due), self._whole, alone=self._clock.named is None)
-
-    def gate(self, hook: Any, local: Any) -> Any | None:
-        """Return what stands in a hook's place, and lets the usual calls pass."""
-        return self._taking.gate(hook, local)
+        return _Step(moment, due, plan.requests(due), self._whole)
 
     def end(self, step: Step, *, failed: bool) -> None:
         """Forget the tensors of the step; they are the model's again."""
         assert isinstance(step, _Step)
-        self._taking.end(idle=step.idle)
+        self._taking.end()
         if not step.idle:
             step.looks.clear()
-            step.taken.clear()
             if not self._ledger.called.issuperset(step.calls):
                 self._ledger.were_called(step.calls)
         if failed:
@@ -423,26 +402,40 @@ class Recording:
         *,
         call: int,
         note: Mapping[str, str] | None = None,
-    ) -> Any | None:
-        """Keep what the taps that are due want of this tensor; return what lets the next ones pass, if anything may."""
+    ) -> None:
+        """Keep what the taps that are due want of this tensor."""
         request = step.requests.get(id(point)) or self._plan.request(step.due, point)
-        if request.wish is None:
+        wish = request.wish
+        if wish is None:
             self._ledger.passed(point)
-            return None
+            return
         try:
-            only = request.only if self._taking.quick and not (note or self._note or _function_modes()) else None
-            if only is not None and self._kept_quickly(step, request, only, tensor, call):
-                return None if request.standing is None else request.standing.leave
-            if _dispatch_modes() or _function_modes() or _inference_mode():
+            if self._stages and tensor.is_cuda and wish.function is None and not (note or self._note or _modes()):
+                staged = self._staging.stage(tensor, wish)
+                if staged is not None:  # the shortest way, where a model may be waiting for Python
+                    moment = step.moments.get(call) or step.at(call)
+                    self._pending.append(
+                        (
+                            point,
+                            moment,
+                            staged.tensor if wish.tensor else None,
+                            staged.summary if wish.summary else None,
+                            None,
+                        )
+                    )
+                    if not request.recorded:
+                        request.recorded = True
+                        self._ledger.recorded(point)
+                    return
+            if _modes() or _inference_mode():
                 with undisturbed():
-                    self._keep(step, request, request.wish, tensor, call, note)
+                    self._keep(step, request, wish, tensor, call, note)
             else:
-                self._keep(step, request, request.wish, tensor, call, note)
+                self._keep(step, request, wish, tensor, call, note)
         except Lost as error:
             self._lose(point, step.at(call), error)
         except Exception as error:
             self.failed(point, error)
-        return None
 
     def _lose(self, point: Point, moment: Moment, error: Exception) -> None:
         home = self._writer or self._memory
@@ -467,25 +460,7 @@ class Recording:
         """List a failure under `missing`, and say it once; the model's run goes on."""
         self._ledger.failed(point, error)
 
-    def _doubt(self, point: Point) -> None:
-        self.failed(point, RuntimeError(_IN_DOUBT))
-
     # Keeping ------------------------------------------------------------------------------------
-
-    def _kept_quickly(self, step: _Step, request: Request, only: Only, tensor: torch.Tensor, call: int) -> bool:
-        """Keep one thing of a tensor on a device, in memory, where a model may be waiting for Python; False if not."""
-        moment = step.moments.get(call) or step.at(call)
-        if not self._taking.hold(request, tensor, moment):
-            got = self._taking.once(step.taken, request, only, tensor)
-            if got is None:
-                return False
-            copy, summary = (got, None) if only == "tensor" else (None, got)
-            self._pending.append((request.point, moment, copy, summary, None))
-            self._taking.make_room()
-        if not request.recorded:
-            request.recorded = True
-            self._ledger.recorded(request.point)
-        return True
 
     def _keep(
         self,
@@ -509,35 +484,31 @@ class Recording:
             self._listener.seen(point, moment, tensor, summary)
         if self._writer is not None:
             self._writer.write(point, moment, blob=look.blob, summary=summary, note=said)
-            look.blob = look.wish = None
         elif wish.tensor or self._listener is None:
             self._pending.append((point, moment, look.copy if wish.tensor else None, summary, said))
         if not request.recorded:
             request.recorded = True
             self._ledger.recorded(point)
 
-    def _settle(self, run: MemoryRun, *, leave: int = 0, ended: bool = False) -> None:
-        """Move what waits into a run, but for the last steps; copies from a device have then arrived.
-
-        Once the recording has `ended`, nobody comes for what an interrupt has left: it is lost.
-        """
-        self._taking.flush()
-        waiting: deque[_Waiting | Held] = deque()
+    def _settle(self, run: MemoryRun, *, leave: int = 0) -> None:
+        """Move what waits into a run, but for the last steps; copies from a device have then arrived."""
+        waiting: deque[_Waiting] = deque()
         with suppress(IndexError):  # another thread may be settling too
             for _ in range(len(self._pending)):
                 waiting.append(self._pending.popleft())
-        left: list[_Waiting | Held] = []
-        steps = list(dict.fromkeys(_step_of(_moment_of(one)) for one in waiting))
+        left: list[_Waiting] = []
+        steps = list(dict.fromkeys(_step_of(one[1]) for one in waiting))
         last = set(steps[-leave:]) if leave else set()
         try:
             while waiting:
                 one = waiting[0]
-                if (not ended and _is_unfinished(one)) or _step_of(_moment_of(one)) in last:
+                if _step_of(one[1]) in last:
                     left.append(waiting.popleft())
                     with suppress(Exception):  # whoever waits for it is told
-                        _leave(one)  # so that nobody waits for a later step to have this one
+                        for part in (one[2], one[3]):
+                            send_off(part)  # so that nobody waits for a later step to have this one
                 else:
-                    self._settle_one(run, one if isinstance(one, tuple) else _waiting(one))
+                    self._settle_one(run, one)
                     waiting.popleft()
         finally:  # an interrupt while a copy is waited for loses nothing
             self._pending.extendleft(reversed([*left, *waiting]))
@@ -562,7 +533,7 @@ class Recording:
             assert home is not None
             self._taking.close()
             if self._memory is not None:
-                self._settle(self._memory, ended=True)
+                self._settle(self._memory)
             if not self._ledger.forwards and state == "complete":
                 _log.warning("no forward of %s ran while recording: %s", type(self._watched).__name__, _SILENT_BLOCK)
             if notes := self._runtime.notes(self._watched):
@@ -580,33 +551,6 @@ class Recording:
     def _op_named(self, qualified: str) -> str | None:
         self._ledger.ran(qualified)
         return self._plan.op_named(qualified)
-
-
-def _moment_of(one: _Waiting | Held) -> Moment:
-    moment: Moment = one[1] if isinstance(one, tuple) else one.moment
-    return moment
-
-
-def _is_unfinished(one: _Waiting | Held) -> bool:
-    """Whether it is held back, by another thread's step."""
-    return not isinstance(one, tuple) and (one.twin or one).tensor is not None
-
-
-def _waiting(held: Held) -> _Waiting:
-    """Return the record of a tensor that was held back."""
-    values = partial(values_of, held)
-    copy, summary = (values, None) if held.pass_.kind == "tensor" else (None, values)
-    return held.pass_.point, held.moment, copy, summary, None
-
-
-def _leave(one: _Waiting | Held) -> None:
-    if not isinstance(one, tuple):
-        leave_behind(one)
-        return
-    _, _, copy, summary, _ = one
-    got: Any = copy if copy is not None else summary
-    if hasattr(got, "leave"):
-        got.leave()
 
 
 def _step_of(moment: Moment) -> tuple[int | None, int, int]:

@@ -101,16 +101,6 @@ class Request:
     point: Point
     wish: Wish | None
     recorded: bool = False
-    only: Only | None = None  # where that is all that is wanted
-    gathers: bool = True  # whether its tensors have a step's end to wait for
-    standing: Any = None  # what `gathering.py` knows of it
-
-    def __post_init__(self) -> None:
-        wish = self.wish
-        if wish is not None and wish.function is None and wish.tensor != wish.summary:
-            self.only = "tensor" if wish.tensor else wish.level
-        if self.point.op or self.point.side.startswith("grad"):  # what a backward pass makes has none
-            self.gathers = False
 
 
 @dataclass(slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import pairwise, takewhile
 from types import FrameType
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
@@ -13,14 +12,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch.autograd.graph import Node
 
-from layerscope.native import CALL, CALLING, RAISED
 from layerscope.points import Leaf
-from layerscope.runtimes.doors import may_stand
 from layerscope.runtimes.sink import Step
 
-__all__ = ["Call", "Calls", "Local", "Special", "frames_to", "has_raised", "modules_running", "runs_of"]
+__all__ = ["Call", "Calls", "Local", "Special", "is_running", "modules_running"]
 
-_CALL_OF_A_MODULE = CALL.__code__
+_CALL_OF_A_MODULE = torch.nn.Module._call_impl.__code__
 
 
 class Special(NamedTuple):
@@ -49,16 +46,10 @@ class Local(threading.local):
         self.calls = everywhere[threading.get_ident()] = Calls()
         self.looking = False  # our own tensor operations are not the model's
 
-    def insert(self, calls: list[Call]) -> None:
-        """Put calls among those under way, where they were made: others may have begun inside them since."""
-        depth = {id(frame): -away for away, frame in enumerate(_stack())}
-        self.calls += calls
-        self.calls.sort(key=lambda call: depth.get(id(call[3]), 0))
-
     def innermost(self) -> Call | None:
         """Return the call that is running now; those that an interrupt ended unseen are taken off first."""
-        calls = self.calls
-        while calls and calls[-1][3] not in _stack():
+        calls, here = self.calls, sys._getframe(1)
+        while calls and not is_running(calls[-1][3], within=here):
             calls.pop()
         return calls[-1] if calls else None
 
@@ -74,50 +65,20 @@ class Local(threading.local):
         return None
 
 
+def is_running(frame: FrameType, *, within: FrameType) -> bool:
+    """Tell whether the call that `frame` makes is under way around `within`: an interrupt ends calls unseen."""
+    here: FrameType | None = within
+    while here is not None:
+        if here is frame:
+            return True
+        here = here.f_back
+    return False
+
+
 def modules_running() -> Iterator[torch.nn.Module]:
     """Return the modules whose calls are under way on this thread, watched or not, the innermost first."""
-    return (module for module, _ in _under_way())
-
-
-def runs_of(module: torch.nn.Module, *, within: FrameType | None = None) -> list[FrameType]:
-    """Return the frames that make the calls of a module which are under way on this thread, the outermost first.
-
-    Those that were made before `within` are left out.
-    """
-    inner = takewhile(lambda call: call[1] is not within, _under_way())
-    return [frame for called, frame in inner if called is module][::-1]
-
-
-def has_raised(frame: FrameType, value: object) -> bool:
-    """Tell whether the frame that runs a hook with this value does so because the module's forward raised."""
-    return value is RAISED or (value is None and frame.f_code is _CALL_OF_A_MODULE)
-
-
-def frames_to(outer: FrameType, frame: FrameType) -> int:
-    """Count the frames from a hook that `frame` runs to one further out, -1 if there is none, as without a door."""
-    frames = 1 + (2 if frame.f_code is CALLING else 0)  # torch's own two, which a door does without
-    here: FrameType | None = frame
-    while here is not None:
-        if here is outer:
-            return frames
-        here, frames = here.f_back, frames + 1
-    return -1
-
-
-def _under_way() -> Iterator[tuple[torch.nn.Module, FrameType]]:
-    """Walk this thread's calls of modules and the frames that make them: behind a door, that is torch's outermost."""
-    for inner, frame in pairwise(_stack()):
-        if frame.f_code is _CALL_OF_A_MODULE:
-            yield frame.f_locals["self"], inner
-        elif frame.f_code is CALLING and inner.f_code is not _CALL_OF_A_MODULE:
-            module = frame.f_locals["self"]
-            if may_stand(module):
-                yield module, frame
-
-
-def _stack() -> Iterator[FrameType]:
-    """Walk this thread's frames from the inside out, as far as is asked."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        if frame.f_code is _CALL_OF_A_MODULE:
+            yield frame.f_locals["self"]
         frame = frame.f_back

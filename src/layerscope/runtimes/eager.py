@@ -153,10 +153,8 @@ def watch(
     else:
         places.setdefault(root, frozenset())
     with ExitStack() as stack:
-        watched = {id(by_name[name]) for name in places}
         for name, sides in places.items():
-            holds = by_name[name] is model or len(watched.intersection(map(id, by_name[name].modules()))) > 1
-            pair = watcher.pair(by_name[name], name, sides, holds=holds)
+            pair = watcher.pair(by_name[name], name, sides)
             stack.callback(pair.off)
             pair.on()
         stack.callback(watcher.close)  # before the hooks go: none is put on again

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from layerscope.points import Moment, Point
 
@@ -58,14 +58,8 @@ class Sink(Protocol):
         *,
         call: int,
         note: Mapping[str, str] | None = None,
-    ) -> Any | None:
-        """Take a look at one tensor; the model may change it as soon as this returns, and whoever waits must notice.
-
-        Where the next tensors of the point may pass by the hook's gate, what lets them is returned.
-        """
-
-    def gate(self, hook: Any, local: Any) -> Any | None:
-        """Return what stands in a hook's place, and lets the usual calls pass (`native/`), if there is such a thing."""
+    ) -> None:
+        """Take a look at one tensor; the model may change it as soon as this returns."""
 
     def empty(self, point: Point, *, because: str) -> None:
         """Learn that a module ran and a side of it held no tensor."""
@@ -114,9 +108,6 @@ class Seen:
         when = Moment(moment.epoch, moment.step, moment.batch, call, moment.rank)
         self.records.append((when, point, tensor.detach().clone()))
         self.notes.append(note)
-
-    def gate(self, hook: Any, local: Any) -> None:
-        """Have every call go through the hook."""
 
     def empty(self, point: Point, *, because: str) -> None:
         """Keep the reason."""

@@ -17,10 +17,9 @@ import torch
 
 from layerscope.points import Leaf
 
-__all__ = ["argument_leaves", "describe", "leaves", "made_of", "rebuilt", "replaced"]
+__all__ = ["argument_leaves", "describe", "leaves", "rebuilt", "replaced"]
 
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
-_DEPTH = 8  # of containers that are told apart by what they are made of
 
 
 def leaves(value: object) -> list[tuple[Leaf, torch.Tensor]]:
@@ -46,32 +45,6 @@ def argument_leaves(args: tuple[object, ...], kwargs: Mapping[str, object]) -> l
         elif type(value) not in _ATOMS:
             _collect(value, (name,), found, (kwargs,))
     return found
-
-
-def made_of(value: object, standing: Mapping[Leaf, object]) -> object | None:
-    """Return what a value is made of, with something to stand for each tensor; None of what cannot be told by its type.
-
-    That is `(type, keys, children)` of a plain tuple, list or dict, and the type of anything that is not walked.
-    """
-    return _made_of(value, (), standing)
-
-
-def _made_of(value: object, at: Leaf, standing: Mapping[Leaf, object]) -> object | None:
-    kind = type(value)
-    if kind is torch.Tensor:
-        return standing.get(at)
-    if kind in (tuple, list, dict):
-        if len(at) == _DEPTH:  # or it is inside itself
-            return None
-        inside = list(_children(value))
-        children = tuple(_made_of(child, (*at, key), standing) for key, child in inside)
-        keys = tuple(value) if isinstance(value, dict) else ()
-        is_known = None not in children and all(type(key) is str for key in keys)
-        return (kind, keys, children) if is_known else None
-    is_closed = kind in _ATOMS or not (
-        isinstance(value, (torch.Tensor, Mapping, tuple, list)) or dataclasses.is_dataclass(value)
-    )
-    return kind if is_closed else None
 
 
 def describe(value: object) -> str:

@@ -26,9 +26,9 @@ import torch
 from torch.compiler import is_compiling
 
 from layerscope.points import Moment, Side
-from layerscope.runtimes.calls import Call, Calls, Local, Special, frames_to, has_raised, modules_running, runs_of
+from layerscope.runtimes.calls import Call, Calls, Local, Special, modules_running
 from layerscope.runtimes.gradients import Regions, follow_inputs, follow_outputs
-from layerscope.runtimes.hooks import After, Before, End, Pair
+from layerscope.runtimes.hooks import After, Before, Pair
 from layerscope.runtimes.sink import Sink, Step
 from layerscope.runtimes.values import leaves
 
@@ -64,28 +64,21 @@ class Watcher:
         _at_fork()
         _WATCHERS.add(self)
 
-    def pair(self, module: torch.nn.Module, name: str, sides: frozenset[Side], *, holds: bool = True) -> Pair:
-        """Make the hooks of a module; `holds` tells whether another watched one is inside it, or may be."""
-        ends = sides == {"output"} and not (holds or self.ops)
-        made = self._pairs[name] = Pair(self, module, name, sides, ends=ends)
+    def pair(self, module: torch.nn.Module, name: str, sides: frozenset[Side]) -> Pair:
+        """Make the hooks of a module."""
+        made = self._pairs[name] = Pair(self, module, name, sides)
         return made
 
     def close(self) -> None:
         """End the watch: no hook sees anything any more, or goes on again. The model is let go."""
         with self._lock:
             self.live = False
-            self._shut()
             self._pairs, self._inside, self._off = {}, [], []
 
     def close_in_child(self) -> None:
         """End the watch in a forked child, where whoever held the lock is not there to release it."""
         self._lock = threading.RLock()
         self.live = False
-        self._shut()
-
-    def _shut(self) -> None:
-        for pair in self._pairs.values():
-            pair.shut()
 
     def entered(
         self,
@@ -95,7 +88,6 @@ class Watcher:
         kwargs: dict[str, Any],
         *,
         calls: Calls,  # of this thread
-        outer: Call | None,  # where that is known
     ) -> Call | None:
         """Begin a call of whatever kind: outermost, inside another, repeated; None when nothing is to be seen of it."""
         if is_compiling() or _tracing_state() is not None:
@@ -107,10 +99,7 @@ class Watcher:
             repeat = hook.special(args, kwargs, repeated=True, follow=follow and origin is not None)
             calls.append((name, step, number, frame, repeat))
             return calls[-1]
-        if outer is None and calls:
-            outer = self.local.innermost()
-            if outer is not None:
-                hook.is_away(frames_to(outer[3], frame))
+        outer = self.local.innermost()
         if outer is not None:
             step = outer[1]
             if step.idle:
@@ -184,65 +173,6 @@ class Watcher:
                     pair.off()
             self._inside = []
 
-    def ended(self, hook: End, frame: FrameType, value: object) -> None:
-        """See the end of a call whose beginning nobody saw: outermost, repeated, or deeper than the last one was."""
-        if is_compiling() or _tracing_state() is not None:
-            return
-        if _graph_task() >= 0:
-            if not self.idle and not has_raised(frame, value):
-                self.sink.recomputed(hook.name)
-            return
-        outer = self.local.innermost()
-        if outer is None and not self._may_begin(hook.name):
-            return
-        runs = [run for run in runs_of(hook.module) if outer is None or run is not outer[3]]
-        if outer is None:
-            step = self.sink.begin()
-            self._begun(step)
-        else:
-            step = outer[1]
-            hook.is_away(frames_to(outer[3], frame))
-        if outer is not None and step.idle:
-            self.is_inside(hook.name)
-            return
-        if len(runs) > 1:
-            self._number(hook, step, runs[:1] if step.idle else runs[:-1])
-        if not step.idle:
-            hook.look(step, frame, value)
-        if not self.local.calls:
-            self.sink.end(step, failed=has_raised(frame, value))
-
-    def repeats(self, hook: End) -> None:
-        """See that a module is about to be called inside itself."""
-        outer = self.local.innermost()
-        runs = [] if outer is None else runs_of(hook.module, within=outer[3])
-        if outer is not None and len(runs) > 1:
-            self._number(hook, outer[1], runs[:-1])
-
-    def _number(self, hook: End, step: Step, runs: list[FrameType]) -> None:
-        """Number the calls of a module that calls itself, in which others began: as they begin, from now on."""
-        pair = self._pairs.get(hook.name)
-        if pair is not None:
-            self.local.insert([(hook.name, step, step.call(hook.name), run, None) for run in runs])
-            pair.see_begin()
-
-    def closed(self, hook: End, frame: FrameType, value: object) -> bool:
-        """See the end of a call whose beginning was seen, if it was."""
-        calls = self.local.calls
-        call = calls.pop() if calls and calls[-1][3] is frame else self.local.ended(frame)
-        if call is None:
-            return False
-        _, step, number, _, special = call
-        repeated = special is not None and special.repeated
-        if repeated:
-            if not self.idle and not has_raised(frame, value):
-                self.sink.recomputed(hook.name)
-        elif not step.idle:
-            hook.look(step, frame, value, number)
-        if not calls and not repeated:
-            self.sink.end(step, failed=has_raised(frame, value))
-        return True
-
     def returned(self, hook: After, call: Call, value: object) -> None:
         """Look at what a call returned, in every way that is asked for."""
         special = call[-1]
@@ -250,7 +180,7 @@ class Watcher:
             if hook.sides and not self.idle:
                 self.sink.recomputed(hook.name)
         elif hook.looks:
-            hook.learn(value, hook.tell(call[1], call[2], leaves(value), value))
+            hook.tell(call[1], call[2], leaves(value), value)
         if special is not None and special.follow and "grad_output" in hook.sides:
             follow_outputs(self, call, value)
         if special is not None and special.sources:

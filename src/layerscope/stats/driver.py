@@ -18,9 +18,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from layerscope import native
-
-__all__ = ["Launch", "allow_captures", "copying", "crossing", "launcher", "why_no_driver"]
+__all__ = ["Launch", "allow_captures", "copying", "launcher", "why_no_driver"]
 
 Launch = Callable[..., None]  # takes the kernel's arguments, a pointer as an address, and how many programs run it
 
@@ -55,7 +53,8 @@ def _driver() -> Any:
     driver = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     address = ctypes.c_void_p
     driver.cuLaunchKernelEx.argtypes = (address, address, address, address)
-    driver.cuMemcpyDtoHAsync_v2.argtypes = (address, address, ctypes.c_size_t, address)
+    for copy in (driver.cuMemcpyDtoHAsync_v2, driver.cuMemcpyDtoDAsync_v2):
+        copy.argtypes = (address, address, ctypes.c_size_t, address)
     return driver
 
 
@@ -86,38 +85,23 @@ def launcher(function: int, device: int, stream: int, *, threads: int, shared: i
         if code:
             refused(code, numbers[-1])
 
-    gates = native.load()
-    if gates is None:
-        return launch
-    lying = _address(call), configured, function, ctypes.addressof(pointers), first
-    quick: Launch = gates.Launch(*lying, arguments, refused, (room, pointers))
-    return quick
+    return launch
 
 
-def copying(device: int) -> Callable[[int, int, int, int], None]:
-    """Return the copy from a device to page-locked memory: to, from, bytes, stream.
+def copying(device: int, *, on_device: bool = False) -> Callable[[int, int, int, int], None]:
+    """Return the copy from a device to page-locked memory, or within the device: to, from, bytes, stream.
 
     torch's takes tensors, and to make one of each room costs more than the copy.
     """
-    call = _driver().cuMemcpyDtoHAsync_v2
+    call = _driver().cuMemcpyDtoDAsync_v2 if on_device else _driver().cuMemcpyDtoHAsync_v2
 
     def copy(to: int, source: int, size: int, stream: int) -> None:
         code = call(to, source, size, stream)
         if code:
-            _insist(code, device, f"a copy of {size} bytes to the host", call, to, source, size, stream)
+            where = "on the device" if on_device else "to the host"
+            _insist(code, device, f"a copy of {size} bytes {where}", call, to, source, size, stream)
 
     return copy
-
-
-def crossing() -> tuple[int, int]:
-    """Return where the driver's functions are that have a stream wait for an event, and record one, for C."""
-    return _address(_driver().cuStreamWaitEvent), _address(_driver().cuEventRecord)
-
-
-def _address(call: Any) -> int:
-    address = ctypes.cast(call, ctypes.c_void_p).value
-    assert address is not None
-    return address
 
 
 def _insist(code: int, device: int, what: str, call: Any, *arguments: Any) -> None:

@@ -73,8 +73,19 @@ def launching(kernel: Any, device: torch.device, *signature: Any, **options: Any
         compiled = kernel.warmup(*signature, grid=(1,), **FUSED, **options)
         assert compiled.run is not None  # asking for it loads the kernel
     about, function = compiled.metadata, compiled.function
+    _refuse_scratch(about)
     threads, shared, index = 32 * about.num_warps, about.shared, device.index
     return lambda stream: launcher(function, index, stream, threads=threads, shared=shared, arguments=len(arguments))
+
+
+def _refuse_scratch(about: Any) -> None:
+    """Refuse a kernel that wants memory beside its arguments: a launch of ours gives it none.
+
+    Triton's own launches look at these sizes each time. A version that does not say them is not one we know.
+    """
+    sizes = [getattr(about, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if sizes != [0, 0]:
+        raise RuntimeError(f"the kernel {about.name} needs scratch memory {sizes} that this launch does not give it")
 
 
 def _is_given(kind: Any) -> bool:

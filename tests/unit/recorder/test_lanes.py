@@ -5,7 +5,6 @@ Copies themselves need a device (tests/runtimes/test_cuda.py).
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import weakref
@@ -18,12 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from asserts import assert_same_bits
-from layerscope import native
-from layerscope.recorder import berths, cargo, ferrying, lanes, pinned
-from layerscope.recorder.berths import Berths
+from layerscope.recorder import cargo, lanes, pinned
 from layerscope.recorder.cargo import Arrival, Carried
-from layerscope.recorder.ferrying import CARRIERS
 from layerscope.recorder.pinned import Pinned
 
 CHUNK = 1 << 16
@@ -79,14 +74,10 @@ class Device:
         self.streams = {number: Stream(number=number) for number in range(3)}
         self.current, self.is_capturing = 0, False
         self.fails = False
-        self.launched, self.crossed = [], []
-        self.gates = SimpleNamespace(room_for=_room_for, ferried=_ferried, fly_on=self.fly_on)
-        self.lane, self.berths = None, Berths(torch.device("cpu"))
+        self.lane = None
         kind = type("Event", (Event,), {})  # with a count of its own
         self.events = kind
         monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
-        monkeypatch.setattr(ferrying, "ferrying", lambda device: lambda raw: lambda *numbers: self.launched.append(raw))
-        monkeypatch.setattr(ferrying, "carrying", lambda device: lambda raw: raw)
         for name, value in {
             "mem_get_info": lambda device: (8 << 30, 8 << 30),
             "Stream": Stream,
@@ -99,7 +90,6 @@ class Device:
         monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
         for name, value in {
             "why_no_driver": lambda: "",
-            "why_not": lambda: "",
             "copying": lambda place: lambda *numbers: None,
             "allow_captures": lambda: None,
             "is_alone": lambda: True,
@@ -109,11 +99,13 @@ class Device:
             "Pinned": lambda **told: Pinned(budget, allocate=self.allocate, **told),
         }.items():
             monkeypatch.setattr(lanes, name, value)
-        monkeypatch.setattr(cargo, "Event", kind)
-        monkeypatch.setattr(berths, "crossing", lambda: (1, 2))
+        for module in (cargo, lanes):
+            monkeypatch.setattr(module, "Event", kind)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         with monkeypatch.context() as patched:
-            patched.setattr(lanes.threading, "Thread", lambda **told: SimpleNamespace(start=lambda: None))
+            patched.setattr(
+                lanes.threading, "Thread", lambda **told: SimpleNamespace(start=lambda: None, join=lambda: None)
+            )
             self.lane = lanes.Lane(torch.device("cuda", 0))
         monkeypatch.setattr(lanes, "_lanes", {0: self.lane})
 
@@ -134,30 +126,26 @@ class Device:
     def fly(self, size=1000):
         """Bring a tensor of so many bytes; None where there is no room."""
         arrival = Arrival(torch.uint8, torch.Size([size]), unwanted)
-        return arrival if self.lane.let_fly(arrival, 0, size) else None
+        return arrival if self.lane._let_fly(arrival, 0, size) else None
 
-    def ferry(self, *sizes):
-        """Bring tensors together; return what each was told."""
-        held = [SimpleNamespace(items=size, got=None) for size in sizes]
-        self.lane.ferry(held, 1, self.gates, self.berths)
-        return [one.got for one in held]
+    def send(self, *sizes):
+        """Bring what was staged together; return what each was told."""
+        staged = [Piece(size) for size in sizes]
+        self.lane.send_all(torch.zeros(sum(sizes), dtype=torch.uint8), staged, self.current)
+        return [one.arrival for one in staged]
 
-    def fly_on(self, launch, address, programs, everywhere, carry, to, size, told):
-        self.crossed.append((size, carry, told))
+
+class Piece:
+    """A tensor of bytes in a staging buffer."""
+
+    dtype, at, arrival = torch.uint8, 0, None
+
+    def __init__(self, size):
+        self.shape, self.values = torch.Size([size]), torch.zeros(size, dtype=torch.uint8)
 
 
 def unwanted(size):
     raise AssertionError("what flies needs no room of the caller's")
-
-
-def _ferried(held, width, address, target, flight):
-    for one in held:
-        one.got = flight
-    return max(one.items for one in held)
-
-
-def _room_for(held, width):
-    return 24 * len(held), sum(one.items for one in held), max(one.items for one in held)
 
 
 @pytest.fixture
@@ -179,12 +167,12 @@ def ready(device):
 def test_each_device_has_streams_memory_and_a_thread_of_its_own(device, monkeypatch):
     started = []
     monkeypatch.setattr(lanes, "_lanes", {})
-    kept = SimpleNamespace(start=lambda: None)
+    kept = SimpleNamespace(start=lambda: None, join=lambda: None)
     monkeypatch.setattr(lanes.threading, "Thread", lambda **told: started.append(told["name"]) or kept)
     one, other = (lanes.lane_of(torch.device("cuda", place)) for place in (0, 1))
     assert lanes.lane_of(torch.device("cuda", 1)) is other
     assert started == ["layerscope-cuda:0", "layerscope-cuda:1"]
-    assert len({id(stream) for lane in (one, other) for stream in (lane._stream, lane._side)}) == 4
+    assert len({id(stream) for lane in (one, other) for stream in (lane._stream, lane.side)}) == 4
     one.prepare()
     assert one.pinned.total == 2 * CHUNK
     assert other.pinned.total == 0
@@ -241,7 +229,7 @@ class Told:
 
 def test_a_flight_whose_end_cannot_be_marked_is_not_waited_for():
     lane, flight = lanes.Lane.__new__(lanes.Lane), Told()
-    lane.flight, lane._flying, lane._side = flight, deque(), None
+    lane.flight, lane._flying, lane.side = flight, deque(), None
     with pytest.raises(RuntimeError, match="no event could be made"):
         lane._depart()
     assert [str(error) for error in flight.asked] == ["no event could be made"]
@@ -253,17 +241,17 @@ def test_a_flight_whose_end_cannot_be_marked_is_not_waited_for():
 
 def test_the_first_tensors_of_a_prepared_lane_fly(ready):
     assert ready.lane.pinned.total == 2 * CHUNK
-    assert all(got is not None for got in ready.ferry(1000, 2000))
-    assert ready.launched == [0]
+    assert all(arrival.landing is not None for arrival in ready.send(1000, 2000))
     ready.lane.prepare()
     assert ready.lane.pinned.total == 2 * CHUNK
 
 
 def test_a_lane_that_was_not_prepared_gets_memory_though_nothing_was_carried(device):
-    assert device.ferry(1000) == [None]
+    [arrival] = device.send(1000)
+    assert (arrival.landing, arrival.clone.nbytes) == (None, 1000)  # the thread brings it
     assert device.fly() is None
     device.work()
-    assert device.ferry(1000) != [None]
+    assert device.send(1000)[0].landing is not None
     assert device.fly() is not None
 
 
@@ -356,7 +344,7 @@ def test_what_an_earlier_step_left_does_not_wait_for_a_later_one(ready):
 def test_small_flights_are_seldom_asked_about_and_their_events_are_used_again(ready):
     made = ready.events.made
     for _ in range(800):
-        ready.ferry(10, 20)
+        ready.fly(10)
         lanes.rest()
         ready.land()
         ready.work()
@@ -401,7 +389,7 @@ def test_one_stream_does_not_speak_for_another(ready):
     assert first.cargo not in ready.lane._flying
 
 
-@pytest.mark.parametrize("occasion", ["when the next flight begins", "when it departs", "when others are ferried"])
+@pytest.mark.parametrize("occasion", ["when the next flight begins", "when it departs", "when others are sent"])
 def test_clones_beside_are_let_go_of_at_the_next_occasion(occasion, monkeypatch):
     device = Device(monkeypatch, 4 * LARGE)
     lane = device.lane
@@ -415,140 +403,15 @@ def test_clones_beside_are_let_go_of_at_the_next_occasion(occasion, monkeypatch)
     if occasion == "when it departs":
         device.fly(10)
         assert lane._held == LARGE
-    lane._side.done = lane._side.queued
+    lane.side.done = lane.side.queued
     if occasion == "when it departs":
         lanes.rest()
-    elif occasion == "when others are ferried":
-        device.ferry(10)
+    elif occasion == "when others are sent":
+        device.send(10)
     else:
         device.fly(10)
-    assert (lane._held, arrival.has_arrived, len(lane.spare)) == (0, True, 2)
-
-
-# Berths ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def berthed(ready, monkeypatch):
-    """A device whose kernel takes up to 10 bytes to the host, and whose berths take 200."""
-    monkeypatch.setattr(berths, "_PAGE", 100)
-    ready.lane._tiny, ready.berths.share = 10, 200
-    return ready
-
-
-def test_what_is_not_tiny_is_put_together_and_carried_beside(berthed):
-    flights = berthed.ferry(5, 40, 150, 7, 30)
-    assert [flights.index(one) for one in flights] == [0, 1, 2, 0, 1]
-    one, other = berthed.berths._berths
-    side, (filled, left) = berthed.lane._side, other.events
-    assert (berthed.launched, berthed.crossed) == (
-        [0],
-        [(70, side.cuda_stream, one.told), (150, side.cuda_stream, other.told)],
-    )
-    assert other.told == (1, 2, 0, side.cuda_stream, filled.cuda_event, left.cuda_event, other.address, CARRIERS)
-
-
-def test_one_large_tensor_among_many_takes_no_room_from_the_others(berthed):
-    berthed.ferry(*[20] * 12, 180)
-    assert [size for size, _, _ in berthed.crossed] == [60, 60, 60, 60, 180]  # 20 bytes take 64
-
-
-def test_a_berth_is_used_again_on_its_stream_and_for_what_fits(berthed):
-    berthed.ferry(40, 50)
-    [first] = berthed.berths._berths
-    berthed.ferry(45, 45)
-    assert berthed.berths._berths == [first]
-    berthed.current = 1
-    berthed.ferry(40, 50)
-    [second] = berthed.berths._berths
-    assert (second.raw, second.memory.numel()) == (1, 100)
-    berthed.ferry(390)
-    [third] = berthed.berths._berths
-    assert third.memory.numel() == 400
-
-
-def test_a_new_berth_waits_for_nothing_that_others_carry(berthed):
-    berthed.ferry(190, 190)
-    for berth in berthed.berths._berths:
-        assert all(event.stream is berthed.streams[0] for event in berth.events)
-
-
-def test_what_goes_through_a_berth_has_arrived_when_the_side_stream_has_come_so_far(berthed):
-    small, large = berthed.ferry(5, 50)
-    berthed.land()
-    assert (small.has_arrived, large.has_arrived) == (True, False)
-    side = berthed.lane._side
-    side.done = side.queued
-    assert large.has_arrived
-
-
-def test_the_models_stream_does_not_speak_for_what_goes_through_a_berth(berthed):
-    [large] = berthed.ferry(50)
-    for _ in range(3 * lanes._FEW):
-        berthed.ferry(5)
-        berthed.land()
-    assert not large.has_arrived
-    assert large in berthed.lane._flying
-
-
-@pytest.mark.parametrize("size", [5, 50])
-def test_memory_that_may_be_written_to_is_held_though_nobody_is_told_of_it(size, berthed, monkeypatch):
-    def refuse(*numbers):
-        raise RuntimeError("the driver refused")
-
-    monkeypatch.setitem(berthed.lane._ferries, 0, (refuse, 1))
-    monkeypatch.setattr(berthed.gates, "fly_on", refuse)
-    held = [SimpleNamespace(items=size, got=None)]
-    with pytest.raises(RuntimeError, match="refused"):
-        berthed.lane.ferry(held, 1, berthed.gates, berthed.berths)
-    assert held[0].got is None
-    [flight] = berthed.lane._flying
-    berthed.land()
-    assert not flight.has_landed()
-    berthed.lane._side.done = berthed.lane._side.queued
-    assert flight.has_landed()
-
-
-def test_no_stream_speaks_for_a_flight_that_was_broken_off(berthed, monkeypatch):
-    with monkeypatch.context() as broken:
-        broken.setattr(berthed.gates, "fly_on", lambda *numbers: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            berthed.ferry(50)
-    [flight], side = berthed.lane._flying, berthed.lane._side
-    for _ in range(3 * lanes._FEW):
-        berthed.ferry(50)
-        side.done = side.queued
-    assert flight in berthed.lane._flying
-    berthed.land()
-    berthed.ferry(50)
-    assert flight not in berthed.lane._flying
-
-
-@pytest.mark.skipif(bool(native.why_not()), reason=f"no gates: {native.why_not()}")
-def test_the_copies_are_where_their_tensors_were_told(berthed, monkeypatch):
-    def launch(words, octets, address, programs, everywhere):
-        for number in range(everywhere // programs):
-            source, target, size = (ctypes.c_int64 * 3).from_address(address + 24 * number)
-            ctypes.memmove(target, source, size)
-
-    def fly_on(launch, address, programs, everywhere, carry, to, size, told):
-        launch(0, 0, address, programs, everywhere)
-        ctypes.memmove(to, told[-2], size)
-
-    monkeypatch.setitem(berthed.lane._ferries, 0, (launch, 4096))
-    gates = native.load()
-    basket = gates.Basket(-1, lambda held: None, lambda left: None, 1 << 20, lambda place: 0, lambda: False)
-    leave = gates.Pass(basket, "point", "tensor", None, {})
-    tensors = [torch.randn(count) for count in (2, 9, 12, 1, 8, 25)]
-    held = [basket.make(leave, tensor) for tensor in tensors]
-    gates.sorted(held, -1)
-    played = SimpleNamespace(room_for=gates.room_for, ferried=gates.ferried, fly_on=fly_on)
-    berthed.lane.ferry(held, 4, played, berthed.berths)
-    for one, tensor in zip(held, tensors, strict=True):
-        copy = one.got.part(one.place, torch.float32, tensor.shape)
-        assert copy.landing[2] % 64 == 0
-        copy.cargo.finish()
-        assert_same_bits(copy(), tensor)
+    assert (lane._held, arrival.has_arrived) == (0, True)
+    assert occasion == "when others are sent" or len(lane.spare) == 2  # those take them at once
 
 
 # The thread --------------------------------------------------------------------------------------

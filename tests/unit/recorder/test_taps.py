@@ -8,7 +8,7 @@ import torch
 from layerscope.errors import BadText, NoSuchPoint
 from layerscope.patterns import Place
 from layerscope.points import Moment, Point
-from layerscope.recorder.taps import Request, Tap, Wish, plan, taps_of
+from layerscope.recorder.taps import Tap, Wish, plan, taps_of
 from layerscope.schedules import every, first, when
 
 PLACES = [Place(""), Place("a", ("Linear",)), Place("b", ("ReLU",)), Place("c", ("Linear",))]
@@ -143,18 +143,3 @@ def test_an_operation_that_turns_up_is_asked_for_in_the_step_under_way():
     assert id(point) not in under_way
     assert whole.request((True,), point).wish
     assert under_way[id(point)].wish
-
-
-@pytest.mark.parametrize(
-    ("wish", "only"),
-    [
-        (Wish(tensor=True), "tensor"),
-        (Wish(summary=True, level="full"), "full"),
-        (Wish(summary=True, level="moments"), "moments"),
-        (DISK, None),
-        (Wish(summary=True, function=torch.abs), None),
-        (None, None),
-    ],
-)
-def test_a_request_knows_whether_one_thing_is_all_that_is_wanted(wish, only):
-    assert Request(Point("a"), wish).only == only

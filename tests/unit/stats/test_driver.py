@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from layerscope import native
 from layerscope.stats import driver
 
 FUNCTION, STREAM, CONTEXT = 0x7F00_0000_1230, 0x7F00_0000_4560, 0x7F00_0000_7890
@@ -29,6 +28,7 @@ class Driver:
         calls = {
             "cuLaunchKernelEx": (self.launch, address, address, address, address),
             "cuMemcpyDtoHAsync_v2": (self.copy, address, address, ctypes.c_size_t, address),
+            "cuMemcpyDtoDAsync_v2": (self.copy, address, address, ctypes.c_size_t, address),
             "cuDeviceGet": (self.device, address, number),
             "cuDevicePrimaryCtxRetain": (self.retain, address, number),
             "cuCtxSetCurrent": (self.set_current, address),
@@ -63,13 +63,11 @@ class Driver:
         return 0
 
 
-@pytest.fixture(params=["quick", "by ctypes"])
-def theirs(request, monkeypatch):
-    """The driver that is called in this test, from C where that is built, and without it."""
+@pytest.fixture
+def theirs(monkeypatch):
+    """The driver that is called in this test."""
     fake = Driver()
     monkeypatch.setattr(driver, "_driver", lambda: fake)
-    if request.param == "by ctypes":
-        monkeypatch.setattr(native, "load", lambda: None)
     return fake
 
 
@@ -129,12 +127,6 @@ def test_arguments_that_do_not_fit_are_refused_before_the_driver_hears_of_them(t
     assert theirs.launches[0][2][0] == 7
 
 
-@pytest.mark.skipif(bool(native.why_not()), reason=f"no gates: {native.why_not()}")
-def test_launches_are_made_in_c_where_that_is_built(monkeypatch):
-    monkeypatch.setattr(driver, "_driver", Driver)
-    assert type(launching(Driver(), arguments=1)) is native.load().Launch
-
-
 def test_a_launch_that_is_refused_names_the_error(theirs):
     theirs.codes = [OUT_OF_MEMORY]
     with pytest.raises(RuntimeError, match=r"refused to launch a kernel of 132 programs: CUDA error 2$"):
@@ -164,11 +156,12 @@ def test_a_copy_has_where_to_where_from_how_much_and_in_which_stream(theirs):
 
 def test_addresses_and_sizes_are_handed_over_whole(monkeypatch):
     """Without being told, ctypes takes a number for a C int."""
-    library = SimpleNamespace(cuLaunchKernelEx=SimpleNamespace(), cuMemcpyDtoHAsync_v2=SimpleNamespace())
+    names = ("cuLaunchKernelEx", "cuMemcpyDtoHAsync_v2", "cuMemcpyDtoDAsync_v2")
+    library = SimpleNamespace(**{name: SimpleNamespace() for name in names})
     monkeypatch.setattr(ctypes, "PyDLL", lambda name: library)
     told = driver._driver.__wrapped__()
-    assert [ctypes.sizeof(kind) for kind in told.cuLaunchKernelEx.argtypes] == [8] * 4
-    assert [ctypes.sizeof(kind) for kind in told.cuMemcpyDtoHAsync_v2.argtypes] == [8] * 4
+    for name in names:
+        assert [ctypes.sizeof(kind) for kind in getattr(told, name).argtypes] == [8] * 4
 
 
 def test_a_copy_enters_the_device_where_it_must_and_names_its_error(theirs):

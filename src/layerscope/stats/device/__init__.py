@@ -14,6 +14,6 @@ the CPU's, and within 1e-9 for every other dtype.
 """
 
 from layerscope.stats.device.numbers import Gathered, Numbers
-from layerscope.stats.device.slots import MOST, Level, Sheet, Slots, Start, StartAll, prepare, takes
+from layerscope.stats.device.slots import KINDS, MOST, Level, Sheet, Slots, Start, StartAll, prepare, takes
 
-__all__ = ["MOST", "Gathered", "Level", "Numbers", "Sheet", "Slots", "Start", "StartAll", "prepare", "takes"]
+__all__ = ["KINDS", "MOST", "Gathered", "Level", "Numbers", "Sheet", "Slots", "Start", "StartAll", "prepare", "takes"]

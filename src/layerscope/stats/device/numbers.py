@@ -89,11 +89,6 @@ class Gathered:
     def __len__(self) -> int:
         return len(self._heads)
 
-    def same(self, index: int, other: Gathered, its_index: int) -> bool:
-        """Whether the heads of two tensors agree to the bit, but for where their buckets are listed."""
-        mine, its = self._heads[index], other._heads[its_index]
-        return bool(mine[:14].tobytes() == its[:14].tobytes() and mine[16:26].tobytes() == its[16:26].tobytes())
-
     def __getitem__(self, index: int) -> Numbers:
         head = self._heads[index]
         if self._listed is None:

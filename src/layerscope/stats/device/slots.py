@@ -101,7 +101,6 @@ class Slots:
         self._rows = torch.zeros((self.size, (PROGRAMS + 1) * WORDS), dtype=torch.int64, device=device)
         self._tables = torch.zeros((self.size, max(self._buckets, 4)), dtype=torch.int32, device=device)
         self._cursors = torch.zeros((2, 4), dtype=torch.int32, device=device)
-        self.size_on_device = self._rows.nbytes + self._tables.nbytes  # bytes that they take up
         self._lying = self._rows.data_ptr(), self._tables.data_ptr()
         self._turns = self._cursors.data_ptr(), self._cursors.data_ptr() + 16  # this gathering's, and the next one's
         self._weights = _on(device, WEIGHTS.view(np.int64))
@@ -146,14 +145,12 @@ class Slots:
 
         return start
 
-    def starting_all(self, dtype: torch.dtype) -> StartAll | None:
-        """Return the launch of one sweep over many tensors; None where they must be swept one by one.
+    def starting_all(self, dtype: torch.dtype) -> StartAll:
+        """Return the launch of one sweep over many tensors, which are not of float64: those are looked at twice.
 
         It takes the first slot, where the entries lie, in memory that the device can read, how many there are, and how
         many programs the largest takes. An entry is an address, a number of items, and how many tiles a program takes.
         """
-        if dtype not in KINDS or dtype is torch.float64:  # which is looked at twice
-            return None
         sweeps = _sweeping_all(self._device, dtype, self._full)(self._stream)
         worth = self._worth_of(dtype)
         known = self._rows.data_ptr(), self._tables.data_ptr(), self._weights.data_ptr(), worth.data_ptr()

@@ -1,0 +1,186 @@
+"""Small tensors on a GPU: copied on the device in the hook, and taken to the host together when the step ends.
+
+    staged = staging.stage(tensor, wish)     # in a hook; None of what is not small, not plain, or not on a GPU
+    staging.send()                           # the step has ended: one launch for all statistics, one copy for all bytes
+    staged.tensor(), staged.summary()        # wait for the host to have them; they send, if nobody has
+
+The copy into a staging buffer runs on the model's own stream, so that it holds what was there in the hook, whatever
+changes the tensor afterwards. A launch, a copy to the host and the Python around them would cost several times as much
+there. A buffer leaves when it is full or the step ends. It is small, so that a copy the model itself waits for never
+stands behind many of ours.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from layerscope.recorder.cargo import Arrival, Lost, leave
+from layerscope.recorder.lanes import Lane, current_stream, is_current, lane_of, lies_plainly
+from layerscope.stats.driver import copying, why_no_driver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from layerscope.recorder.devices import Statistics
+    from layerscope.recorder.taps import Wish
+    from layerscope.stats import Summary
+
+__all__ = ["Staged", "Staging"]
+
+_SMALL = 2 << 20  # bytes of a tensor that is staged; a larger one is copied or reduced at once
+_ROOM = 8 << 20  # bytes of a buffer
+_BUFFERS = 3  # of a stream, whose bytes may be on their way to the host, before a new one waits for the first
+
+_Key = tuple[int, int, bool]  # device, stream, and whether the bytes are wanted on the host
+
+
+class Staged:
+    """A tensor that was copied to a staging buffer, and what is wanted of it."""
+
+    __slots__ = ("_staging", "address", "arrival", "at", "buffer", "count", "dtype", "later", "lost", "shape", "wish")
+
+    def __init__(self, staging: Staging, buffer: _Buffer, at: int, tensor: torch.Tensor, wish: Wish) -> None:
+        self._staging = staging
+        self.buffer: _Buffer | None = buffer  # None once it was sent
+        self.at = at
+        self.address = buffer.address + at
+        self.count = tensor.numel()
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.wish = wish
+        self.arrival: Arrival | None = None
+        self.later: Callable[[], Summary] | None = None
+        self.lost: Lost | None = None  # why its values never arrive
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The copy on the device, until it is sent."""
+        assert self.buffer is not None
+        size = self.count * self.dtype.itemsize
+        return self.buffer.memory[self.at : self.at + size].view(self.dtype).view(self.shape)
+
+    def tensor(self) -> torch.Tensor:
+        """Wait for the values."""
+        self._sent()
+        if self.arrival is None:
+            raise self.lost or RuntimeError("it could not be sent from the device")
+        return self.arrival()
+
+    def summary(self) -> Summary:
+        """Wait for the statistics."""
+        self._sent()
+        if self.later is None:
+            raise RuntimeError("its statistics could not be launched")
+        return self.later()
+
+    def leave(self) -> None:
+        """Have it leave, though nobody waits for it."""
+        self._sent()
+        leave(self.arrival)
+        leave(self.later)
+
+    def _sent(self) -> None:
+        if self.buffer is not None:
+            self._staging.send()
+
+
+class _Buffer:
+    """Memory of a device that is filled on one stream, and what was staged in it."""
+
+    def __init__(self, lane: Lane, raw: int) -> None:
+        self.lane = lane
+        self.raw = raw
+        self.memory = torch.empty(_ROOM, dtype=torch.uint8, device=lane.device)
+        self.memory.record_stream(lane.side)  # whoever has this memory next waits for our copies
+        self.address = self.memory.data_ptr()
+        self.at = 0
+        self.staged: list[Staged] = []
+        self.left: Any = None  # marks where the side stream has read it
+
+
+class Staging:
+    """The staging buffers of one recording, of several threads, streams and devices."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self._lock = threading.RLock()
+        self._open: dict[_Key, _Buffer] = {}
+        self._idle: dict[_Key, list[_Buffer]] = {}
+        self._copy: dict[int, Callable[[int, int, int, int], None]] = {}
+
+    def stage(self, tensor: torch.Tensor, wish: Wish) -> Staged | None:
+        """Copy a small tensor that lies on the current GPU; every line counts where a model waits for Python."""
+        size, place = tensor.nbytes, tensor.get_device()
+        if not 0 < size <= _SMALL or not lies_plainly(tensor, place):
+            return None
+        address, raw = tensor.data_ptr(), current_stream(place)
+        if not address:  # it lies nowhere
+            return None
+        key = place, raw, wish.tensor
+        with self._lock:
+            buffer = self._open.get(key)
+            if buffer is None or buffer.at + size > _ROOM:
+                if buffer is not None:
+                    self._send(key, buffer)
+                buffer = self._opened(key)
+                if buffer is None:
+                    return None
+            at = buffer.at
+            buffer.at = (at + size + 63) & -64
+            self._copy[place](buffer.address + at, address, size, raw)
+            staged = Staged(self, buffer, at, tensor, wish)
+            buffer.staged.append(staged)
+        return staged
+
+    def send(self) -> None:
+        """Have everything leave that is staged: who waits for it waits for the device alone from then on."""
+        with self._lock:
+            for key, buffer in list(self._open.items()):
+                if not buffer.staged:
+                    continue
+                place, raw, _ = key
+                if raw == current_stream(place) and is_current(place):
+                    self._send(key, buffer)
+                else:
+                    with torch.cuda.stream(buffer.lane.origin(raw)):
+                        self._send(key, buffer)
+
+    def close(self) -> None:
+        """Have everything leave, and give the buffers back."""
+        with self._lock:
+            self.send()
+            self._open.clear()
+            self._idle.clear()
+
+    def _opened(self, key: _Key) -> _Buffer | None:
+        place, raw, _ = key
+        if place not in self._copy:
+            if why_no_driver():
+                return None
+            self._copy[place] = copying(place, on_device=True)
+        idle = self._idle.setdefault(key, [])
+        if len(idle) >= _BUFFERS or (idle and (idle[0].left is None or idle[0].left.query())):
+            buffer = idle.pop(0)
+            if buffer.left is not None:
+                buffer.left.wait(buffer.lane.origin(raw))  # the device waits, not we
+        else:
+            buffer = _Buffer(lane_of(torch.device("cuda", place)), raw)
+        self._open[key] = buffer
+        return buffer
+
+    def _send(self, key: _Key, buffer: _Buffer) -> None:
+        """Send what a buffer holds, on the stream it was filled on, which is the current one."""
+        del self._open[key]
+        staged, buffer.staged = buffer.staged, []
+        try:
+            self._statistics.start_all([one for one in staged if one.wish.summary])
+            if key[2]:
+                buffer.left = buffer.lane.send_all(buffer.memory[: buffer.at], staged, buffer.raw)
+        finally:
+            for one in staged:
+                one.buffer = None
+        buffer.at = 0
+        self._idle[key].append(buffer)
