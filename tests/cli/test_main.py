@@ -52,8 +52,8 @@ def test_the_flags_of_every_command_are_these_and_no_others():
         "demo": ["--to", "-o"],
         "points": ["--json"],
         "modes": [
-            *("--calib_data_num", "--calib_seqlen", "--inputs", "--json", "--mode", "--modes-file"),
-            *("--percentile_alpha", "--pretrained_dir", "--prompt", "--seed", "--sensitivity"),
+            *("--calib_data_num", "--calib_seqlen", "--evaluate", "--inputs", "--json", "--mode", "--modes-file"),
+            *("--percentile_alpha", "--plan", "--pretrained_dir", "--prompt", "--seed", "--sensitivity", "--within"),
         ],
         "record": [
             *("--append", "--calib_data_num", "--calib_seqlen", "--inputs", "--json", "--keep", "--layers", "--mode"),

@@ -171,6 +171,13 @@ def test_an_error_outside_the_layers_is_said_to_be_there(cli, tmp_path):
     [
         (("--sensitivity",), "--sensitivity and --mode go together"),
         (("--mode", "fp16"), "--sensitivity and --mode go together"),
+        (("--sensitivity", "--mode", "fp16", "--plan", "--within", "1"), "--sensitivity is a page of its own"),
+        (("--plan",), "--plan and --within go together"),
+        (("--within", "0.1"), "--plan and --within go together"),
+        (("--plan", "--within", "-1"), "-1"),
+        (("--evaluate", "a text", "--prompt", "x"), "--evaluate is the text that is run"),
+        (("--evaluate", "missing.txt"), "--evaluate 'missing.txt' is not a file"),
+        (("--evaluate", "a text"), "'nets.py:net' does not run on token ids"),
         (("--sensitivity", "--mode", "fp32"), "there is no error to find a home for"),
         (("--sensitivity", "--mode", "fp61"), "there is no mode 'fp61' of Net; did you mean fp16"),
         (("--sensitivity", "--mode", "int4-weight"), "mode 'int4-weight' does not fit Net: no Linear layer"),
@@ -188,3 +195,90 @@ def test_an_unknown_model_is_one_sentence(cli):
     assert answer.code == 2
     assert "did you mean quamba-small" in answer.err
     assert answer.err.count("\n") == 1
+
+
+# Quality ----------------------------------------------------------------------------------------
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
+
+
+def test_modes_are_measured_on_a_text_beside_their_layer_errors(cli, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    args = ("modes", "quamba-small", "--mode", "bf16,0", "--evaluate", "text.txt", "--calib_seqlen", "100")
+    page = json.loads(cli(*args, "--json").out)
+    rows = {row["mode"]: row for row in page["modes"]}
+    assert list(rows) == ["reference", "bf16", "0"]
+    assert (page["tokens"], page["windows"]) == (len(TEXT) - 3, 3)
+    for mode in ("bf16", "0"):
+        layers = [row["relative_l2"] for row in page["layers"] if row["mode"] == mode]
+        assert len(layers) == 24
+        assert rows[mode]["last_layer"] == layers[-1]
+        assert rows[mode]["worst"] == max(layers)
+    assert 0 < rows["bf16"]["divergence"] < rows["0"]["divergence"]
+    assert rows["bf16"]["agreement"] > rows["0"]["agreement"]
+    assert rows["0"]["increase"] == pytest.approx(rows["0"]["perplexity"] / rows["reference"]["perplexity"] - 1)
+    answer = cli(*args)
+    assert (answer.code, answer.err) == (0, "")
+    titles = next(line for line in answer.out.splitlines() if line.startswith("mode"))
+    assert [word for word in ("last layer", "perplexity", "agrees", "KL") if word not in titles] == []
+
+
+def test_a_text_on_the_command_line_is_as_good_as_a_file(cli):
+    page = json.loads(cli("modes", "tiny-transformer", "--mode", "fp32", "--evaluate", TEXT, "--json").out)
+    assert page["modes"][1]["perplexity"] == page["modes"][0]["perplexity"]
+    assert (page["tokens"], page["windows"]) == (len(TEXT) - 1, 1)
+
+
+def test_a_mode_that_fails_on_the_text_is_said_and_the_others_are_measured(cli, tmp_path):
+    (tmp_path / "modes.py").write_text(
+        "import layerscope\n@layerscope.mode('broken', about='x')\ndef broken(model): model.lm_head = None\n"
+    )
+    args = ("modes", "tiny-transformer", "--modes-file", "modes.py", "--evaluate", TEXT)
+    answer = cli(*args, "--mode", "bf16,broken", "--json")
+    page = json.loads(answer.out)
+    assert answer.code == 2
+    assert [row["mode"] for row in page["modes"]] == ["reference", "bf16"]
+    assert page["failed"][0]["text"].startswith("broken: ")
+    assert cli(*args, "--mode", "broken").code != 0
+
+
+def test_a_plan_is_printed_and_what_it_prints_makes_what_it_promises(cli, tmp_path):
+    args = ("modes", "tiny-transformer", "--plan", "--within", "0.02")
+    answer = cli(*args, "--mode", "int8-weight")
+    assert answer.code == 0
+    start = answer.out.index("import layerscope as ls")
+    (tmp_path / "planned.py").write_text(answer.out[start:])
+    page = json.loads(cli(*args, "--mode", "int8-weight", "--json").out)
+    assert page["code"].strip() == answer.out[start:].strip()
+    (promised,) = page["plans"]
+    assert promised["within"]
+    assert promised["error"] <= 0.02 < promised["bare"]
+    again = cli(
+        *("modes", "tiny-transformer", "--modes-file", "planned.py", "--mode", "int8-weight-planned"),
+        *("--plan", "--within", "0.02", "--json"),
+    )
+    (measured,) = json.loads(again.out)["plans"]
+    assert (measured["keep"], measured["error"]) == ([], promised["error"])
+
+
+def test_a_plan_of_all_quantised_modes_has_the_fewest_bits_of_them(cli):
+    page = json.loads(cli("modes", "tiny-transformer", "--plan", "--within", "0.02", "--json").out)
+    within = [one for one in page["plans"] if one["within"]]
+    assert page["plans"][0]["bits"] == min(one["bits"] for one in within)
+    assert {one["mode"] for one in page["plans"]} <= {"int8-weight", "int8-dynamic", "int4-weight", "fp8"}
+
+
+def test_a_plan_within_a_perplexity(cli):
+    args = ("modes", "tiny-transformer", "--mode", "int4-weight", "--plan", "--evaluate", TEXT)
+    answer = cli(*args, "--within", "0.5")
+    assert answer.code == 0
+    assert "int4-weight as it is" in answer.out
+    assert "of perplexity more than the model's, within 50.0%" in answer.out
+
+
+def test_a_budget_that_no_plan_meets_is_exit_code_1_with_the_best_that_was_reached(cli):
+    answer = cli("modes", "tiny-transformer", "--plan", "--within", "1e-9", "--mode", "fp8,int8-dynamic")
+    assert answer.code == 1
+    assert "no plan is within" in answer.out
+    assert "the best is " in answer.out
+    assert "import layerscope" not in answer.out

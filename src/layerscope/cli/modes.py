@@ -1,4 +1,4 @@
-"""`layerscope modes`: the variants a model has, and which of its layers should stay in high precision."""
+"""`layerscope modes`: the variants a model has, what they do to its quality, and which layers to keep out of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 
 from layerscope.cli import options
 from layerscope.cli.page import Tell, counting, put
+from layerscope.cli.quality import evaluated, planned, windows
 from layerscope.cli.record import loaded_model
 from layerscope.report.parts import Cell, Column, Document, Fact, Facts, Heading, Part, Sentence, Table, Value
 from layerscope.report.writing import many, percent
@@ -24,41 +25,91 @@ EXAMPLES = options.examples(
     "layerscope modes tiny-transformer",
     "layerscope modes make.py:model --modes-file modes.py",
     "layerscope modes quamba-small --sensitivity --mode 0",
+    "layerscope modes checkpoints/llama --mode bf16,int8-weight,int4-weight --evaluate book.txt",
+    "layerscope modes checkpoints/llama --plan --within 0.05",
+    "layerscope modes quamba-small --plan --within 0.01 --mode 2-4 --evaluate book.txt",
 )
 # Each layer is run twice; what ranks the layers of a model does not need all that is recorded.
 SAMPLES, TOKENS = 2, 256
 NOTHING = 0.01  # of an error is not worth a layer
 
 
-@click.command(short_help="List the variants of a model, or rank its layers by what they do to one.", epilog=EXAMPLES)
+@click.command(short_help="List the variants of a model, measure them, plan one.", epilog=EXAMPLES)
 @click.argument("model", metavar="MODEL")
 @click.option("--sensitivity", is_flag=True, help="Rank the layers by what they do to the error of --mode.")
-@options.modes("Modes to rank the layers for; several with commas.")
+@click.option("--evaluate", metavar="TEXT", help="Perplexity, agreement and KL of each --mode on a text or file.")
+@click.option("--plan", is_flag=True, help="Which layers to keep, so that a mode stays within the budget.")
+@click.option(
+    "--within",
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="The budget: relative L2 error of the last layer; with --evaluate, share of perplexity more.",
+)
+@options.modes("Modes to rank, measure or plan with; several with commas.")
 @options.prepared
 @options.model_inputs
 @options.as_json
 def command(
     model: str,
     sensitivity: bool,
+    evaluate: str | None,
+    plan: bool,
+    within: float | None,
     modes: tuple[str, ...],
     modes_file: str | None,
     as_json: bool,
     **asked: Any,
-) -> None:
+) -> int:
     """List the modes of MODEL: what each changes, its groups, and why one does not apply.
 
     With --sensitivity, each decoder layer is put into the float model in --mode, alone, and kept in float, alone, while
     the rest is in --mode: how much error it brings, and how much of the whole error goes.
+
+    With --evaluate, each --mode (default: all) predicts the text token by token, in windows of --calib_seqlen tokens
+    (512): its perplexity, and how far its predictions and its layers are from the model's.
+
+    With --plan, layers are kept as they are until a --mode (default: quant_only) stays --within the budget, with the
+    fewest bits; the plan is run, and printed as code for --modes-file. Exit code 1 when no plan does.
     """
-    if sensitivity != bool(modes):
-        raise click.UsageError("--sensitivity and --mode go together: --sensitivity --mode int8-dynamic")
+    _refuse_mixtures(sensitivity=sensitivity, evaluate=evaluate, plan=plan, within=within, modes=modes, **asked)
     ready = loaded_model(model, modes_file=modes_file, usual=(SAMPLES, TOKENS), **asked)
-    if sensitivity:
-        with counting("measuring") as tell:
+    code = 0
+    with counting("measuring") as tell:
+        text = None if evaluate is None else windows(ready, evaluate, asked["calib_seqlen"])
+        if sensitivity:
             page = _ranked(ready, modes, tell)
-    else:
-        page = _listed(ready)
+        elif within is not None:
+            page, code = planned(ready, modes or ("quant_only",), text, within, tell)
+        elif text is not None:
+            page, code = evaluated(ready, modes or ("all",), text, tell)
+        else:
+            page = _listed(ready)
     put(page, "json" if as_json else "terminal")
+    return code
+
+
+def _refuse_mixtures(
+    *,
+    sensitivity: bool,
+    evaluate: str | None,
+    plan: bool,
+    within: float | None,
+    modes: tuple[str, ...],
+    inputs: str | None,
+    prompt: str | None,
+    **_: Any,
+) -> None:
+    """Refuse options that mean nothing together."""
+    if sensitivity and not modes:
+        raise click.UsageError("--sensitivity and --mode go together: --sensitivity --mode int8-dynamic")
+    if modes and not (sensitivity or plan or evaluate is not None):
+        raise click.UsageError("say what to do with --mode: --sensitivity and --mode go together, --evaluate, --plan")
+    if sensitivity and (plan or evaluate is not None):
+        raise click.UsageError("--sensitivity is a page of its own; leave out --plan and --evaluate")
+    if plan != (within is not None):
+        raise click.UsageError("--plan and --within go together: --plan --within 0.05")
+    if evaluate is not None and (inputs is not None or prompt is not None):
+        raise click.UsageError("--evaluate is the text that is run; leave out --inputs and --prompt")
 
 
 # The list ---------------------------------------------------------------------------------------

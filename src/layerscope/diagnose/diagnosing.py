@@ -31,6 +31,7 @@ from layerscope.diagnose.guiding import Guidance, Guided, Place
 from layerscope.diagnose.judging import is_doubtful
 from layerscope.diagnose.looking import look_again
 from layerscope.diagnose.measuring import Measured
+from layerscope.diagnose.packed import packed_weights
 from layerscope.diagnose.passes import Passes, told
 from layerscope.diagnose.quantised import quantised
 from layerscope.diagnose.ranking import ranked
@@ -131,6 +132,7 @@ class _Diagnosis:
             final,
             tuple(passes.notes),
             tuple((ours[name], damage) for name, damage in ranking),
+            tuple(replace(one, name=ours[one.name]) for one in packed_weights(rows, passes)),
         )
 
     def rows(self, guided: Guided) -> list[Row]:

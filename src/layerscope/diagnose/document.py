@@ -11,6 +11,7 @@ JSON holds every row, whatever the page folds away. Beside `title` and `sentence
     roots      one for each module to blame: name, kind, because, where, error, floor, ratio, cause, removed, made
     final      {error, floor, removed} of the model's output; `removed` when all to blame are put right at once
     ranking    {name, damage}, worst first, where all layers differ alike
+    packed     one for each module with packed weights: name, kind, weight_sqnr, output_sqnr in dB
     notes      what could not be done, a sentence each
     rows       one for each call of a module: name, call, counterpart, kind, because, where, error, floor, ratio, leaf
 
@@ -70,6 +71,8 @@ def document(finding: Finding, *, title: str = "diagnosis") -> Document:
         parts += _tree(finding)
     if finding.ranking:
         parts += _ranking(finding)
+    if finding.packed:
+        parts += _packed(finding)
     parts += _not_judged(finding.rows)
     parts += _data(finding)
     return Document(title, tuple(parts))
@@ -164,6 +167,19 @@ def _ranking(finding: Finding) -> Iterator[Part]:
     yield Table.of("ranked", columns, rows, most=RANKED, audience="page")
 
 
+def _packed(finding: Finding) -> Iterator[Part]:
+    columns = [
+        Column("name", "module", "name"),
+        Column("kind", "packed as"),
+        Column("weight_sqnr", "weights", "number"),
+        Column("output_sqnr", "output", "number"),
+    ]
+    worst = sorted(finding.packed, key=lambda one: one.weight_sqnr)
+    rows = [(called(one.name), one.kind, one.weight_sqnr, one.output_sqnr) for one in worst]
+    yield Heading("packed weights: SQNR in dB against the reference's, the lowest first")
+    yield Table.of("packed weights", columns, rows, most=RANKED, audience="page")
+
+
 def _not_judged(rows: Sequence[Judged]) -> Iterator[Part]:
     """Say which modules were not run on the reference's inputs, and why: a line for each reason."""
     reasons: dict[str, dict[str, None]] = {}
@@ -193,6 +209,7 @@ def _data(finding: Finding) -> Iterator[Data]:
     yield Data("roots", [_root(blame) for blame in finding.roots])
     yield Data("final", asdict(finding.final))
     yield Data("ranking", [{"name": name, "damage": damage} for name, damage in finding.ranking])
+    yield Data("packed", [asdict(one) for one in finding.packed])
     yield Data("notes", finding.notes)
     yield Data("rows", lambda: [asdict(row) for row in finding.rows])
 

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from layerscope.compare.rows import Verdict
 from layerscope.diagnose.causes import Cause
 
-__all__ = ["KINDS", "Blame", "Final", "Finding", "Judged", "Kind", "called"]
+__all__ = ["KINDS", "Blame", "Final", "Finding", "Judged", "Kind", "Packed", "called"]
 
 Kind = Literal["same", "noise", "root", "nonfinite", "random", "quantised", "unpaired", "unplayed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -77,12 +77,26 @@ class Final:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """A module with packed weights: signal over quantisation noise in dB, of the weights and of the output.
+
+    The output is the one on the reference's inputs; None where it was not judged.
+    """
+
+    name: str
+    kind: str
+    weight_sqnr: float
+    output_sqnr: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The judgement of a pair of models.
 
     `rows` come in the order the reference ran; `roots` are every module that is to blame, the first to run first;
-    `ranking` is the layers by the damage each does to the output, worst first, where all of them differ alike. `notes`
-    say what could not be replayed, and what the judgement rests on instead.
+    `ranking` is the layers by the damage each does to the output, worst first, where all of them differ alike;
+    `packed` is the modules whose weights are quantised tensors in the candidate, and what of the signal they keep.
+    `notes` say what could not be replayed, and what the judgement rests on instead.
     """
 
     roots: tuple[Blame, ...]
@@ -91,6 +105,7 @@ class Finding:
     final: Final
     notes: tuple[str, ...] = ()
     ranking: tuple[tuple[str, float], ...] = ()
+    packed: tuple[Packed, ...] = ()
 
     @property
     def root(self) -> str | None:

@@ -9,6 +9,7 @@ To import this package loads torch; torchao is imported when a mode that needs i
 
 from __future__ import annotations
 
+from layerscope.modes.mixing import mixed
 from layerscope.modes.recording import Recorded, record_modes
 from layerscope.modes.registry import GROUPS, Mode, Setting, choose, mode, modes_of, variant, why_not
 
@@ -18,6 +19,7 @@ __all__ = [
     "Recorded",
     "Setting",
     "choose",
+    "mixed",
     "mode",
     "modes_of",
     "record_modes",

@@ -11,25 +11,25 @@ much harm alone may be drowned by others, and one that does little may be what o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from layerscope.errors import Unsupported
 from layerscope.models import Inputs
-from layerscope.modes.feeding import dtype_of, fitted
-from layerscope.modes.layers import stack_of
+from layerscope.modes.feeding import fitted
+from layerscope.modes.mixing import OUTSIDE, Mixture
 from layerscope.modes.recording import Tell, plain_forward
-from layerscope.modes.registry import Mode, Setting, choose, variant
-from layerscope.runtimes.values import leaves, replaced
+from layerscope.modes.registry import Mode, Setting
+from layerscope.runtimes.values import leaves
 
-__all__ = ["OUTSIDE", "Sensitivity", "Share", "sensitivity"]
+__all__ = ["OUTSIDE", "Measure", "Sensitivity", "Share", "relative_l2", "sensitivities", "sensitivity"]
 
-OUTSIDE = "(outside the layers)"  # embedding, last norm, head: everything that is in no layer
+# How far a model is from the one that the measure was made of; it takes its inputs in the dtype that comes with it.
+Measure: TypeAlias = Callable[[nn.Module, "torch.dtype | None"], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,58 +89,50 @@ def sensitivity(
     `keep` is how many of the first are also tried together. Raises Unsupported where the variant has other layers than
     the model, or gives the same output.
     """
-    one = choose([mode], model).modes[0] if isinstance(mode, str) else mode
-    stack = stack_of(model)
-    other = variant(model, one, setting)
-    missing = [name for name in stack if name not in dict(other.named_modules())]
-    if missing:
-        raise Unsupported(f"mode {one.name!r} has no layer {missing[0]}: only layers that both have change places.")
-    dtypes = {id(model): dtype_of(model), id(other): dtype_of(other)}  # before a layer of another one moves in
-    total, done = 2 * (len(stack) + 1) + 3, 0
+    mixture = Mixture(model, mode, setting)
+    total, done = 2 * len(mixture.parts) + 2, 0
 
-    def outputs(host: nn.Module, guests: Sequence[str], source: nn.Module, what: str) -> list[torch.Tensor]:
+    def error(kept: Collection[str], what: str) -> float:
         nonlocal done
         if tell is not None:
-            tell(f"{one.name}: {what}", done, total)
+            tell(f"{mixture.mode.name}: {what}", done, total)
         done += 1
-        around = dtypes[id(host)]
-        with _swapped(host, source, guests, around=around):
-            return _outputs(host, [fitted(batch, host, dtype=around) for batch in batches])
+        with mixture.keeping(kept) as host:
+            return measure(host, mixture.dtype(kept))
 
-    def error(host: nn.Module, guests: Sequence[str], source: nn.Module, what: str) -> float:
-        return _error(outputs(host, guests, source, what), wanted)
-
-    wanted = outputs(model, [], other, "in float")
-    whole = error(other, [], model, "all layers")
+    measure = _output_error(model, batches)
+    whole = error((), "all layers")
     if whole == 0:
         raise Unsupported(
-            f"mode {one.name!r} gives the very output of the model: there is no error to find a home for."
+            f"mode {mixture.mode.name!r} gives the very output of the model: there is no error to find a home for."
         )
-    shares = [
-        _share(
-            name, error(model, [name], other, f"{name} alone"), error(other, [name], model, f"without {name}"), whole
-        )
-        for name in stack
-    ]
-    shares.append(
-        _share(
-            OUTSIDE,
-            error(other, stack, model, f"{OUTSIDE} alone"),
-            error(model, stack, other, f"without {OUTSIDE}"),
-            whole,
-        )
-    )
-    found = Sensitivity(one.name, whole, tuple(shares), (), 0.0)
+    found = Sensitivity(mixture.mode.name, whole, sensitivities(mixture, whole, error), (), 0.0)
     kept = tuple(share.name for share in found.layers[:keep])
-    together = 1 - error(other, kept, model, f"without {len(kept)} of them") / whole
+    together = 1 - error(kept, f"without {len(kept)} of them") / whole
     return replace(found, kept=kept, together=together)
 
 
-def _share(name: str, alone: float, without: float, whole: float) -> Share:
-    return Share(name, alone, without, 1 - without / whole)
+def sensitivities(mixture: Mixture, whole: float, error: Callable[[Collection[str], str], float]) -> tuple[Share, ...]:
+    """Put each part into the model alone, and keep it out of the variant alone; `error` measures what is kept."""
+    shares = []
+    for name in mixture.parts:
+        alone = error([other for other in mixture.parts if other != name], f"{name} alone")
+        without = error([name], f"without {name}")
+        shares.append(Share(name, alone, without, 1 - without / whole))
+    return tuple(shares)
 
 
 # Running ----------------------------------------------------------------------------------------
+
+
+def _output_error(model: nn.Module, batches: Sequence[Inputs]) -> Measure:
+    """Run the model, and return what measures the output of another against its own."""
+    wanted = _outputs(model, [fitted(batch, model) for batch in batches])
+
+    def measure(host: nn.Module, dtype: torch.dtype | None) -> float:
+        return relative_l2(_outputs(host, [fitted(batch, host, dtype=dtype) for batch in batches]), wanted)
+
+    return measure
 
 
 def _outputs(model: nn.Module, batches: Sequence[Inputs]) -> list[torch.Tensor]:
@@ -156,53 +148,9 @@ def _outputs(model: nn.Module, batches: Sequence[Inputs]) -> list[torch.Tensor]:
     return found
 
 
-def _error(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+def relative_l2(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
     """Return the relative L2 error over all tensors."""
     pairs = list(zip(got, wanted, strict=True))
     off = sum(float((g.double() - w.double()).square().sum()) for g, w in pairs)
     size = sum(float(w.double().square().sum()) for _, w in pairs)
     return float((off / size) ** 0.5) if size else float(off > 0)
-
-
-# Changing places --------------------------------------------------------------------------------
-
-
-@contextmanager
-def _swapped(host: nn.Module, source: nn.Module, names: Sequence[str], *, around: torch.dtype | None) -> Iterator[None]:
-    """Put layers of `source` in the place of the host's, which computes in the dtype `around`, until the block ends."""
-    guests = dict(source.named_modules())
-    with ExitStack() as stack:
-        for name in names:
-            above, _, last = name.rpartition(".")
-            parent = host.get_submodule(above)
-            stack.callback(parent._modules.__setitem__, last, parent._modules[last])
-            parent._modules[last] = _guest(guests[name], around)
-        yield
-
-
-def _guest(layer: nn.Module, around: torch.dtype | None) -> nn.Module:
-    own = dtype_of(layer)
-    return layer if own is None or around is None or own == around else _Translated(layer, own, around)
-
-
-class _Translated(nn.Module):
-    """A layer of another dtype than the model around it: floating-point values are cast on the way in and out."""
-
-    def __init__(self, layer: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
-        super().__init__()
-        self.layer = layer
-        self._inside, self._outside = inside, outside
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given: tuple[Sequence[Any], Mapping[str, Any]] = replaced((args, kwargs), _casting(self._inside))
-        return replaced(self.layer(*given[0], **given[1]), _casting(self._outside))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)  # models ask their layers for their kind
-
-
-def _casting(dtype: torch.dtype) -> Callable[[object, torch.Tensor], torch.Tensor]:
-    return lambda _, tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor

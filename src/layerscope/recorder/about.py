@@ -96,8 +96,15 @@ def _fingerprint(own: list[tuple[str, torch.Tensor]]) -> str:
         if is_lazy(tensor):
             return f"not fingerprinted: {name} is not initialised yet"
         try:
-            values, _ = plain(tensor)
+            values, _ = plain(_unpacked(tensor))
             digest.update(f"{name}={fingerprint(values.cpu())};".encode())
         except Unsupported as error:
             return f"not fingerprinted: {name}: {error}"
     return digest.hexdigest()
+
+
+def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values that a quantised tensor stands for: a fingerprint is of those, not of how they are packed."""
+    own = getattr(type(tensor), "dequantize", torch.Tensor.dequantize)
+    unpacked: torch.Tensor = tensor if own is torch.Tensor.dequantize else tensor.dequantize()
+    return unpacked
