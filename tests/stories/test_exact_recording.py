@@ -125,7 +125,7 @@ def test_a_note_and_what_is_taken_in_the_middle_of_a_step_stay_with_their_record
     clones = Clones(model)
     with ls.record(model, EVERY) as rec:
         clones.call(model, X)
-    assert [str(point) for point in taken[0].points] == [":input[0]", "0:input[0]", "0:output"]
+    assert [str(point) for point in taken[0].points] == [".:input[0]", "0:input[0]", "0:output"]
     for run in (*taken, rec.run):
         for entry in run.records():
             assert torch.equal(entry.tensor(), clones[str(entry.point), 0, 0])
