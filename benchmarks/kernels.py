@@ -16,11 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.pairing import judged
-from layerscope.compare.device import near, sweep
+from layerscope.diagnose.nearness import near
 from layerscope.stats.device import Slots
 
 BYTES = 268_435_456
-WIDTH = 4096
 LAPS = 5
 WANTED = {"moments": 2500.0, "full": 800.0}
 PAIR = 1500.0  # GB/s that are wanted of a pair
@@ -61,13 +60,8 @@ def speeds(dtype: torch.dtype) -> Iterator[Speed]:
         yield Speed(level, partial(summarising, x, level), BYTES, wanted if dtype in MANY else None)
     if dtype in (torch.bfloat16, torch.float32):
         y = x + torch.randn_like(x) / 64
-        pairs: dict[str, Callable[[], Any]] = {
-            "a pair, every metric": lambda: sweep(x, y),
-            f"a pair, every metric, and every token of {WIDTH}": lambda: sweep(x, y, width=WIDTH),
-            "a pair, what `diagnose` needs": lambda: near(x, y, masked=-6e4),
-        }
-        for what, work in pairs.items():
-            yield Speed(what, partial(seconds_until_it_leaves, work), 2 * BYTES, PAIR)
+        work = partial(near, x, y, masked=-6e4)
+        yield Speed("a pair, what `diagnose` needs", partial(seconds_until_it_leaves, work), 2 * BYTES, PAIR)
 
 
 def summarising(x: torch.Tensor, level: Any) -> float:

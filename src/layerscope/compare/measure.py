@@ -3,8 +3,7 @@
     metrics = measure(reference, candidate)                       # tensors or arrays
     metrics = measure(Values(entry), Values(other), threads=2)    # records, read piece by piece
 
-Any dtypes, any strides. Nothing is held but a few parts of each side at a time. Two tensors on one GPU are gone through
-there; a few numbers come back.
+Any dtypes, any strides. Nothing is held but a few parts of each side at a time; of a tensor on a device, a copy is.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from layerscope.compare.engine import engine, folded, table
 from layerscope.compare.fallback import sweep_complex
 from layerscope.compare.metrics import PERCENTILES, Metrics, Nonfinite, Side, Worst
 from layerscope.compare.sets import SetCounts
-from layerscope.compare.streams import PART, Part, Stream, Values, elsewhere, pairs, stream
+from layerscope.compare.streams import PART, Part, Stream, Values, pairs, stream
 from layerscope.compare.sums import Alone, Swept, Together, alone, together
 from layerscope.compare.tokens import TokenErrors
 from layerscope.errors import Damaged, Unsupported
@@ -67,19 +66,12 @@ def measure(
             f"the reference has shape {list(left.shape)} and the candidate {list(right.shape)}; "
             "only tensors of one shape are compared element by element."
         )
-    on_device = _on_device(reference, candidate, left, right)
-
-    def through(exponent: int) -> _Passed:
-        if on_device is not None:
-            return _passed_there(on_device, left, exponent=exponent)
-        return _passed(left, right, threads=threads, exponent=exponent)
-
-    passed = through(0)
+    passed = _passed(left, right, threads=threads)
     exponent = 0
     largest = max(abs(x) for side in (passed.reference, passed.candidate) for x in (side.lowest, side.highest, 0.0))
     if largest != 0 and largest != math.inf and not _SQUARED[0] < largest < _SQUARED[1]:
         exponent = math.frexp(largest)[1]
-        passed = through(exponent)
+        passed = _passed(left, right, threads=threads, exponent=exponent)
     return _metrics(passed, left, right, exponent=exponent)
 
 
@@ -93,31 +85,6 @@ class _Passed(NamedTuple):
     differences: Sketch
     tokens: TokenErrors | None
     sets: SetCounts | None
-
-
-def _on_device(reference: Any, candidate: Any, left: Stream, right: Stream) -> tuple[Any, Any] | None:
-    """Return both sides where kernels on their device take them; rows of indices are compared as sets on the host."""
-    if not (elsewhere(reference) and elsewhere(candidate)) or 0 in left.shape or _has_sets(left, right):
-        return None
-    from layerscope.compare import device
-
-    return (reference, candidate) if device.takes(reference, candidate) else None
-
-
-def _passed_there(sides: tuple[Any, Any], about: Stream, *, exponent: int) -> _Passed:
-    """Go through two tensors on the device that holds them."""
-    from layerscope.compare import device
-
-    width = about.shape[-1] if len(about.shape) >= 3 else 0
-    found = device.sweep(*sides, exponent=exponent, epsilon=math.ldexp(EPSILON, -exponent), width=width)
-    tokens = TokenErrors() if width else None
-    if tokens is not None:
-        tokens.add(found.swept.token_errors, found.swept.token_powers, first=0)
-    keys = np.flatnonzero(found.counts)
-    swept = found.swept
-    pair, reference, candidate = together(swept.together), alone(swept.reference), alone(swept.candidate)
-    sketch = Sketch(keys.astype(np.int32), found.counts[keys])
-    return _Passed(pair, reference, candidate, found.bitwise, sketch, tokens, None)
 
 
 def _passed(left: Stream, right: Stream, *, threads: int, exponent: int = 0) -> _Passed:

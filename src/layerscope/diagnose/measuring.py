@@ -19,7 +19,7 @@ import torch
 from layerscope.compare.streams import elsewhere
 
 if TYPE_CHECKING:
-    from layerscope.compare.device import Near
+    from layerscope.diagnose.nearness import Near
 
 __all__ = ["MASKED", "Measured", "bits", "measured", "rounding"]
 
@@ -129,11 +129,11 @@ def _there(wanted: torch.Tensor, got: torch.Tensor) -> Near | None:
     """Go through both on the GPU that holds them, where there is one and kernels that take them."""
     if not got.numel() or not elsewhere(got):
         return None
-    from layerscope.compare import device
+    from layerscope.diagnose import nearness
 
     if wanted.is_complex() and got.is_complex():
         wanted, got = (torch.view_as_real(t.resolve_conj()) for t in (wanted, got))
-    return device.near(wanted, got, masked=MASKED) if device.takes(wanted, got) else None
+    return nearness.near(wanted, got, masked=MASKED) if nearness.takes(wanted, got) else None
 
 
 def _digest(there: Near) -> int:

@@ -271,13 +271,32 @@ def test_packed_float4_is_compared_value_by_value():
     assert measure(packed, packed.clone()).bitwise
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64, torch.float4_e2m1fn_x2], ids=str)
-def test_a_tensor_elsewhere_that_no_kernel_takes_is_measured_on_a_copy(dtype, monkeypatch):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_elsewhere_is_measured_on_a_copy(dtype, monkeypatch):
     r, c = some(dtype, (3, 5, 66), seed=1), some(dtype, (3, 5, 66), seed=2)
     expected = measure(r, c)
     monkeypatch.setattr(streams, "elsewhere", lambda side: True)
-    monkeypatch.setattr(MEASURING, "elsewhere", lambda side: True)
     assert measure(r, c) == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.randn(2, 5, 80), torch.randn(2, 5, 80).bfloat16()),
+        (torch.rand(500).double() * 1e300, torch.rand(500).double() * -1e300),
+        (torch.randn(30, 75).t(), torch.randn(75, 30)),
+        (torch.tensor([1.0, math.nan, math.inf, 0.0]), torch.tensor([1.5, math.nan, 2.0, -0.0])),
+        (torch.randn(3, 40, dtype=torch.complex64), torch.randn(3, 40)),
+        (torch.arange(24).view(6, 4), torch.arange(24).flip(0).view(6, 4)),
+        (torch.empty(0, 3), torch.empty(0, 3)),
+    ],
+    ids=["tokens", "large", "strided", "nonfinite", "complex", "sets", "empty"],
+)
+def test_tensors_on_a_gpu_have_the_metrics_of_their_copies(one, other):
+    expected = repr(measure(one, other))  # which takes NaN for NaN
+    assert repr(measure(one.cuda(), other.cuda())) == expected
+    assert repr(measure(one, other.cuda())) == expected
 
 
 def test_shapes_that_differ_are_refused_with_both():
