@@ -19,6 +19,7 @@ __all__ = ["KINDS", "Kind", "kind_of"]
 
 CALIBRATION = (8, 512)  # samples and tokens of each: scales of all the modes come from these, whatever is recorded
 ESSENTIAL = ("0", "2-1", "2-2", "2-4")
+BY_NAME = ("1",)  # an upper bound, not a way to run the model: in no group
 
 
 class Kind(NamedTuple):
@@ -35,7 +36,7 @@ def _quantised(model: nn.Module, setting: Setting, *, mode: str) -> nn.Module:
 
 
 def _quamba(name: str, about: str) -> Mode:
-    groups = {"all", "quant_only"} | ({"essential"} if name in ESSENTIAL else set())
+    groups = set() if name in BY_NAME else {"all", "quant_only"} | ({"essential"} if name in ESSENTIAL else set())
     return Mode(name, about, partial(_quantised, mode=name), why_not, frozenset(groups))
 
 
