@@ -37,8 +37,8 @@ def recorded(
             raise BadModel(f"{model!r} came without inputs; return (model, inputs) from the function.")
         taps = [f"{layer}:{sides}" for layer in chosen_layers(ready.model, layers)]
         batches = list(ready.batches())
-    if asked.get("pretrained_dir") is None and "weights" in ready.settings:
-        tell_user(f"no --pretrained_dir: {model} runs with the weights that come with layerscope")
+    if "weights" in ready.settings and ready.ran not in ready.notes:
+        tell_user(f"no --pretrained_dir: {ready.ran}" if asked.get("pretrained_dir") is None else ready.ran)
     for note in ready.notes:
         tell_user(note)
     for mode, reason in choice.left_out:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from layerscope.models.mamba import Mamba, sample_batches
-from layerscope.modes.quamba import QUAMBA_MODES, calibrate, quantised, why_not
+from layerscope.models.mamba import Mamba, sample_batches, samples_of
+from layerscope.modes.quamba import QUAMBA_MODES, calibrate, quantised, stored_calibration, why_not
 from layerscope.modes.registry import Mode, Setting
 
 __all__ = ["KINDS", "Kind", "kind_of"]
@@ -31,7 +31,10 @@ class Kind(NamedTuple):
 
 def _quantised(model: nn.Module, setting: Setting, *, mode: str) -> nn.Module:
     assert isinstance(model, Mamba)
-    batches = sample_batches(*CALIBRATION, split="calibration")
+    if model.stored is not None:
+        return quantised(model, mode, stored_calibration(model.stored))
+    text = setting.calibration
+    batches = sample_batches(*CALIBRATION, split="calibration") if text is None else samples_of(text, *CALIBRATION)
     return quantised(model, mode, calibrate(model, batches, percentile_alpha=setting.percentile_alpha))
 
 

@@ -8,18 +8,18 @@ To import this package loads torch.
 
 from __future__ import annotations
 
-from layerscope.modes.quamba.calibration import Calibration, Scales, calibrate
+from layerscope.modes.quamba.calibration import Calibration, Scales, calibrate, stored_calibration
 from layerscope.modes.quamba.int8 import Codes, quantise
 from layerscope.modes.quamba.variants import QUAMBA_MODES, quantised, why_not
 
 __all__ = [
     "QUAMBA_MODES",
-    "SAME_BITS",
     "Calibration",
     "Codes",
     "Scales",
     "calibrate",
     "quantise",
     "quantised",
+    "stored_calibration",
     "why_not",
 ]

@@ -18,24 +18,37 @@ from layerscope.models.mamba import CausalConv, selective_scan
 from layerscope.modes.quamba.calibration import Scales
 from layerscope.modes.quamba.int8 import Arithmetic, Codes, quantise, rescaled, scale_of_rows, scale_of_tensor
 
-__all__ = ["Convolution", "FloatScan", "Gives", "Int8Scan", "Projection"]
+__all__ = ["Convolution", "FloatScan", "Gives", "Int8Scan", "Projection", "StoredScan"]
 
 Gives: TypeAlias = Literal["codes", "floats on the grid", "floats"]
 
 
 class Projection(nn.Module):
-    """A linear layer in W8A8, with a calibrated input scale."""
+    """A linear layer in W8A8, with a calibrated input scale.
+
+    A stored checkpoint also states one scale for the whole weight, and the grid of its sums before the bias.
+    """
 
     weight: torch.Tensor
     weight_scale: torch.Tensor
     input_scale: torch.Tensor
+    output_scale: torch.Tensor | None
 
-    def __init__(self, linear: nn.Linear, *, scale: float, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        *,
+        scale: float,
+        arithmetic: Arithmetic,
+        weight_scale: float | None = None,
+        out: float | None = None,
+    ) -> None:
         super().__init__()
-        coded = _coded(linear.weight)
+        coded = _coded(linear.weight, weight_scale)
         self.register_buffer("weight", coded.codes)
         self.register_buffer("weight_scale", coded.scale.squeeze(1))
         self.register_buffer("input_scale", torch.tensor(scale))
+        self.register_buffer("output_scale", None if out is None else torch.tensor(out))
         self.bias = linear.bias
         self.arithmetic = arithmetic
 
@@ -43,7 +56,10 @@ class Projection(nn.Module):
         """Return float32; codes are multiplied as they are, floats are put on this layer's grid first."""
         if isinstance(x, torch.Tensor):
             x = quantise(x, self.input_scale)
-        return rescaled(self.sums(x), x.scale * self.weight_scale, self.bias)
+        if self.output_scale is None:
+            return rescaled(self.sums(x), x.scale * self.weight_scale, self.bias)
+        given = quantise(rescaled(self.sums(x), x.scale * self.weight_scale, None), self.output_scale).floats()
+        return given if self.bias is None else given + self.bias
 
     def sums(self, x: Codes) -> torch.Tensor:
         """Return the int32 accumulators of these codes."""
@@ -53,7 +69,8 @@ class Projection(nn.Module):
         """Say what is INT8."""
         outs, ins = self.weight.shape
         scale = f"{float(self.input_scale):.3g}"
-        return f"{ins} -> {outs}, INT8 weight, INT8 input (scale {scale}), int32 sums ({self.arithmetic.name})"
+        given = "" if self.output_scale is None else f", INT8 output (scale {float(self.output_scale):.3g})"
+        return f"{ins} -> {outs}, INT8 weight, INT8 input (scale {scale}), int32 sums ({self.arithmetic.name}){given}"
 
 
 class Convolution(nn.Module):
@@ -75,9 +92,10 @@ class Convolution(nn.Module):
         out: float,
         gives: Gives,
         arithmetic: Arithmetic,
+        weight_scale: float | None = None,
     ) -> None:
         super().__init__()
-        coded = _coded(conv.weight)
+        coded = _coded(conv.weight, weight_scale)
         self.register_buffer("weight", coded.codes)
         self.register_buffer("weight_scale", coded.scale.squeeze(1))
         self.register_buffer("input_scale", None if scale is None else torch.tensor(scale))
@@ -148,6 +166,44 @@ class Int8Scan(nn.Module):
         return f"INT8 u, delta, B, C ({_steps(self)}), float32 state ({self.arithmetic.name})"
 
 
+class StoredScan(nn.Module):
+    """The scan of a stored checkpoint: u on its grid where it is to be INT8, B and C on theirs.
+
+    Its delta was INT8 before the bias and softplus, where `dt_proj` gave it, and is taken as it comes.
+    """
+
+    u_scale: torch.Tensor | None
+    b_scale: torch.Tensor
+    c_scale: torch.Tensor
+
+    def __init__(self, *, u: float | None, b: float, c: float) -> None:
+        super().__init__()
+        self.register_buffer("u_scale", None if u is None else torch.tensor(u))
+        self.register_buffer("b_scale", torch.tensor(b))
+        self.register_buffer("c_scale", torch.tensor(c))
+
+    def forward(
+        self,
+        u: torch.Tensor | Codes,
+        delta: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        D: torch.Tensor,  # noqa: N803
+    ) -> torch.Tensor:
+        """Return y in float32."""
+        if isinstance(u, Codes):
+            u = u.floats()
+        elif self.u_scale is not None:
+            u = quantise(u, self.u_scale).floats()
+        on_b, on_c = quantise(B, self.b_scale).floats(), quantise(C, self.c_scale).floats()
+        return selective_scan(u, delta, A, on_b, on_c, D)
+
+    def extra_repr(self) -> str:
+        """Say what is on the grid."""
+        return f"{'float u' if self.u_scale is None else 'INT8 u'}; B, C on the INT8 grid ({_steps(self)})"
+
+
 class FloatScan(nn.Module):
     """The float scan of u as it comes, with delta, B and C rounded to the INT8 grid."""
 
@@ -189,7 +245,7 @@ def _steps(scan: nn.Module) -> str:
     return "scales " + ", ".join(f"{float(scale):.3g}" for scale in scan.buffers())
 
 
-def _coded(weight: torch.Tensor) -> Codes:
-    """Code a weight per output channel, its other dimensions as one."""
+def _coded(weight: torch.Tensor, scale: float | None) -> Codes:
+    """Code a weight per output channel, its other dimensions as one; all channels alike where a scale is stored."""
     rows = weight.detach().flatten(1)
-    return quantise(rows, scale_of_rows(rows))
+    return quantise(rows, scale_of_rows(rows) if scale is None else torch.full((len(rows), 1), scale))

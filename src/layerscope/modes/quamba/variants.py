@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from layerscope.errors import NoSuchMode, Unsupported
-from layerscope.models.mamba import CausalConv, Mamba, Mixer, Scan
+from layerscope.models.mamba import CausalConv, Grids, Mamba, Mixer, Scan
 from layerscope.modes.quamba.calibration import Calibration, Scales
 from layerscope.modes.quamba.fast import FAST
 from layerscope.modes.quamba.int8 import Arithmetic
 from layerscope.modes.quamba.plain import PLAIN
-from layerscope.modes.quamba.stages import Convolution, FloatScan, Gives, Int8Scan, Projection
+from layerscope.modes.quamba.stages import Convolution, FloatScan, Gives, Int8Scan, Projection, StoredScan
 
 __all__ = ["QUAMBA_MODES", "quantised", "why_not"]
 
@@ -97,24 +97,41 @@ def quantised(model: Mamba, mode: str, calibration: Calibration, *, layers: Coll
     variant = copy.deepcopy(model, shared)
     mixers = _mixers(variant)
     for at in range(depth) if layers is None else layers:
-        for name, stage in _stages(mixers[at], _RECIPES[mode], calibration.layers[at]).items():
+        stored = None if model.stored is None else model.stored[at]
+        for name, stage in _stages(mixers[at], _RECIPES[mode], calibration.layers[at], stored).items():
             setattr(mixers[at], name, stage)
     return variant
 
 
-def _stages(mixer: Mixer, recipe: Recipe, scales: Scales) -> dict[str, nn.Module]:
+def _stages(mixer: Mixer, recipe: Recipe, scales: Scales, stored: Grids | None) -> dict[str, nn.Module]:
     """Return what a recipe puts in the place of a mixer's float stages, by their names."""
     arithmetic = recipe.arithmetic
+    weights = {} if stored is None else stored.weights
+    outputs = {} if stored is None else stored.outputs
     inputs = {"in_proj": scales.in_proj, "x_proj": scales.u, "dt_proj": scales.dt_proj, "out_proj": scales.out_proj}
     stages: dict[str, nn.Module] = {
-        name: Projection(getattr(mixer, name), scale=scale, arithmetic=arithmetic) for name, scale in inputs.items()
+        name: Projection(
+            getattr(mixer, name),
+            scale=scale,
+            arithmetic=arithmetic,
+            weight_scale=weights.get(name),
+            out=outputs.get(name),
+        )
+        for name, scale in inputs.items()
     }
     if recipe.convolution is not None:
         scale = scales.conv1d if recipe.scale == "calibrated" else None
         stages["conv1d"] = Convolution(
-            mixer.conv1d, scale=scale, out=scales.u, gives=recipe.convolution, arithmetic=arithmetic
+            mixer.conv1d,
+            scale=scale,
+            out=scales.u,
+            gives=recipe.convolution,
+            arithmetic=arithmetic,
+            weight_scale=weights.get("conv1d"),
         )
-    if recipe.scan == "codes":
+    if stored is not None and recipe.scan is not None:
+        stages["scan"] = StoredScan(u=stored.u if recipe.scan == "codes" else None, b=stored.B, c=stored.C)
+    elif recipe.scan == "codes":
         stages["scan"] = Int8Scan(scales, arithmetic=arithmetic)
     elif recipe.scan == "floats":
         stages["scan"] = FloatScan(scales)
