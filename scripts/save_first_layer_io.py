@@ -47,6 +47,7 @@ def main() -> int:
                 asked.modes,
                 layers="first",
                 sides="input,output",
+                stop=True,
                 pretrained_dir=asked.pretrained_dir,
                 calib_file=asked.calib_file,
                 prompt=asked.prompt,

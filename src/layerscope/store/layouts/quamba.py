@@ -77,8 +77,8 @@ def _opened(
             items.append(Item(point, Moment(), None, None, 0, None, summary=summary))
     if not items:
         raise NotARun(
-            f"{place.address} has nothing of mode {mode} that can be read: {'; '.join(notes) or 'no layer in its file'}. "
-            "mode_{M}_layer_{i}.npy files are looked for."
+            f"{place.address} has nothing of mode {mode} that can be read: "
+            f"{'; '.join(notes) or 'no layer in its file'}. Files mode_{{M}}_layer_{{i}}.npy are looked for."
         )
     aliases = {
         alias: [str(item.point)]
