@@ -47,7 +47,10 @@ def main() -> int:
                 asked.modes,
                 layers="first",
                 sides="input,output",
+                stop=True,
                 pretrained_dir=asked.pretrained_dir,
+                calib_file=asked.calib_file,
+                prompt=asked.prompt,
                 calib_seqlen=asked.seq_len,
                 usual=(1, SEQ_LEN),
             ):
@@ -72,10 +75,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--modes", metavar="M", nargs="+", default=["all"], help="(fp32 0 2-0 2-1 2-2 2-3 2-4 3)")
     parser.add_argument("--output_file", metavar="F", default=NAME, help=f"({NAME})")
     parser.add_argument("--seq_len", metavar="N", type=int, help=f"tokens of a built-in model's sample ({SEQ_LEN})")
+    parser.add_argument("--calib_file", metavar="F", help="text or token ids (the text that comes with layerscope)")
+    parser.add_argument("--prompt", metavar="TEXT", help="record this text, in place of a sample")
     asked = parser.parse_args()
     if asked.pretrained_dir is None and asked.model.startswith("quamba"):
         asked.pretrained_dir = DEFAULT_DIR
-    if asked.seq_len is None and asked.model in BUILT_IN:
+    if asked.seq_len is None and asked.prompt is None and asked.model in BUILT_IN:
         asked.seq_len = SEQ_LEN
     return asked
 

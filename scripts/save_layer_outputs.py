@@ -39,6 +39,8 @@ def main() -> int:
             asked.mode,
             layers="first,last",
             pretrained_dir=asked.pretrained_dir,
+            calib_file=asked.calib_file,
+            prompt=asked.prompt,
             calib_data_num=asked.calib_data_num,
             calib_seqlen=asked.calib_seqlen,
         ):
@@ -60,6 +62,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", metavar="M", nargs="+", required=True, help="fp32, 0, 2-1 ..., or all, essential ...")
     parser.add_argument("--quantize", action="store_true", help="understood; the mode itself says what is quantised")
     parser.add_argument("--output_dir", metavar="D", default="layer_outputs", help="where to save (layer_outputs)")
+    parser.add_argument("--calib_file", metavar="F", help="text or token ids (the text that comes with layerscope)")
+    parser.add_argument("--prompt", metavar="TEXT", help="record this text, in place of samples")
     parser.add_argument("--calib_data_num", metavar="N", type=int, help="samples of text (10)")
     parser.add_argument("--calib_seqlen", metavar="N", type=int, help="tokens of each (512)")
     return parser.parse_args()

@@ -15,7 +15,7 @@ from checkout import tell_user
 from layerscope.cli.page import counting, working
 from layerscope.errors import BadModel
 from layerscope.modes import Recorded, choose, record_modes
-from layerscope.modes.layers import chosen_layers
+from layerscope.modes.layers import chosen_layers, stack_of
 from layerscope.modes.preparing import prepare
 from layerscope.store.joining import SAMPLES, joined
 
@@ -23,7 +23,7 @@ __all__ = ["recorded"]
 
 
 def recorded(
-    model: str, modes: Sequence[str], *, layers: str, sides: str = "output", **asked: Any
+    model: str, modes: Sequence[str], *, layers: str, sides: str = "output", stop: bool = False, **asked: Any
 ) -> Iterator[Recorded]:
     """Load the model once, record each mode of it and yield what became of it; `asked` is what `prepare` takes.
 
@@ -36,9 +36,10 @@ def recorded(
         if SAMPLES not in ready.settings and ready.loaded.given is None and not ready.loaded.speaks:
             raise BadModel(f"{model!r} came without inputs; return (model, inputs) from the function.")
         taps = [f"{layer}:{sides}" for layer in chosen_layers(ready.model, layers)]
+        last = stack_of(ready.model)[0] if stop else None  # a forward that nobody records on is not run to its end
         batches = list(ready.batches())
-    if asked.get("pretrained_dir") is None and "weights" in ready.settings:
-        tell_user(f"no --pretrained_dir: {model} runs with the weights that come with layerscope")
+    if "weights" in ready.settings and ready.ran not in ready.notes:
+        tell_user(f"no --pretrained_dir: {ready.ran}" if asked.get("pretrained_dir") is None else ready.ran)
     for note in ready.notes:
         tell_user(note)
     for mode, reason in choice.left_out:
@@ -54,6 +55,7 @@ def recorded(
             settings=ready.settings,
             name=ready.loaded.name,
             seed=ready.loaded.seed,
+            stop_after=last,
             tell=tell,
         ):
             if one.error is not None:

@@ -58,7 +58,7 @@ def test_the_modes_are_listed_with_what_they_change_and_why_one_does_not_apply(c
 
 def test_the_modes_of_a_mamba_come_with_those_of_its_users(cli):
     rows = json.loads(cli("modes", "quamba-small", "--json").out)["modes"]
-    assert [row["mode"] for row in rows][:9] == ["fp32", "0", "2-0", "2-1", "2-2", "2-3", "2-4", "3", "fp16"]
+    assert [row["mode"] for row in rows][:10] == ["fp32", "0", "2-0", "2-1", "2-2", "2-3", "2-4", "3", "1", "fp16"]
     assert all(row["applies"] for row in rows)
     assert rows[8]["groups"] == []
 

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+import checkpoints
 from layerscope.models import load_model
-from layerscope.models.mamba import sample_batches
+from layerscope.models.mamba import load_mamba, quamba_small, sample_batches
 from layerscope.modes import preparing
 
 ROOT = Path(__file__).parents[2]
@@ -217,11 +218,11 @@ def test_saving_a_mode_again_replaces_it_and_leaves_the_others(run, tmp_path):
 
 
 def test_many_samples_go_through_a_few_at_a_time_and_are_saved_as_one_array(run, tmp_path, monkeypatch):
-    command = "save_layer_outputs.py quamba-small --mode fp32 0 3 --calib_data_num 5 --calib_seqlen 12 --output_dir"
+    command = "save_layer_outputs.py quamba-small --mode fp32 0 2-4 --calib_data_num 5 --calib_seqlen 12 --output_dir"
     run(f"{command} at_once")
     monkeypatch.setattr(preparing, "TOKENS_AT_ONCE", 2 * 12)
     run(f"{command} sliced")
-    for mode in ("fp32", "0", "3"):
+    for mode in ("fp32", "0", "2-4"):
         said = [read(tmp_path / folder / f"mode_{mode}_stats.json") for folder in ("at_once", "sliced")]
         for layer in ("layer_0", "layer_23"):
             at_once, sliced = (
@@ -249,8 +250,14 @@ def test_weights_of_ones_own_are_used(run, tmp_path):
     answer = run(
         "save_layer_outputs.py quamba-small --pretrained_dir pa-0.995 --mode fp32 0 --calib_data_num 1 --calib_seqlen 8"
     )
-    assert (answer.code, answer.err) == (0, "")
+    assert answer.code == 0
+    ran = "quamba-small runs with the weights in pa-0.995"
+    assert answer.err.splitlines() == [
+        f"save_layer_outputs: {ran}",
+        "save_layer_outputs: token ids are the bytes of the text",
+    ]
     said = read(tmp_path / "layer_outputs" / "mode_0_stats.json")
+    assert said["ran"] == ran
     assert (said["weights"], said["percentile_alpha"]) == ("pa-0.995", 0.995)
     seen = []
     theirs.backbone.layers[2].register_forward_hook(lambda _, __, output: seen.append(output))
@@ -453,6 +460,49 @@ def test_every_capture_command_leaves_its_files(run, tmp_path, command):
     assert stats["seq_len"] == (1024 if "1024" in command else 16)
     with np.load(tmp_path / f"{name}.npz") as data:
         assert len(data.files) == 2 * len(modes)
+
+
+# With a checkpoint of one's own where the documents put it ------------------------------------------
+
+MODEL = "quamba-130m-w8a8"
+WRITERS = {
+    "mamba_ssm": checkpoints.state_spaces,
+    "transformers": checkpoints.transformers_folder,
+    "quamba": checkpoints.quamba,
+}
+
+
+@pytest.fixture(params=WRITERS)
+def there(request, tmp_path, monkeypatch):
+    """The trained small model where the documents say, in the format of the parameter."""
+    monkeypatch.chdir(tmp_path)
+    return request.param, WRITERS[request.param](quamba_small(), tmp_path / DIR / MODEL)
+
+
+def short(command: str) -> str:
+    if "save_first" in command:
+        return command.replace("--seq_len 1024", "--seq_len 16") + ("" if "--seq_len" in command else " --seq_len 16")
+    return f"{command} --calib_data_num 1 --calib_seqlen 16"
+
+
+def test_every_save_and_capture_command_runs_on_the_folder_and_says_so(there, run, tmp_path):
+    kind, folder = there
+    place = f"{DIR}/{MODEL}"
+    for command in [SAVING[0], SAVING[1], list(CAPTURING)[1]]:
+        answer = run(short(command))
+        assert answer.code == 0, answer.err
+        assert f"{MODEL} runs with the weights in {place}" in answer.err
+        assert ("which are INT8" in answer.err) == (kind == "quamba")
+    said = json.loads((tmp_path / "layer_outputs" / "mode_2-1_stats.json").read_text())
+    assert (said["weights"], said["layer_23"]["shape"]) == (place, [1, 16, 128])
+    assert said["ran"].startswith(f"{MODEL} runs with the weights in {place}")
+    seen = []
+    model = quamba_small() if kind != "quamba" else load_mamba(folder)
+    model.backbone.layers[0].register_forward_hook(lambda _, __, out: seen.append(out))
+    with torch.no_grad():
+        model(torch.cat(sample_batches(1, 16, split="recorded")))
+    got = np.load(tmp_path / "layer_outputs" / "mode_fp32_layer_0.npy")
+    np.testing.assert_allclose(got, seen[0].numpy(), rtol=1e-5, atol=1e-5)
 
 
 # To the letter --------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def prepared(command: Command) -> Command:
     for option in (
         click.option("--calib_seqlen", type=count, metavar="N", help="Tokens of each recorded sample."),
         click.option("--calib_data_num", type=count, metavar="N", help="Samples of the built-in text to record."),
+        click.option("--calib_file", metavar="FILE", help="Text, or token ids, to calibrate and to record on."),
         click.option("--percentile_alpha", type=alpha, metavar="X", help="Share of activations that is not clipped."),
         click.option("--pretrained_dir", metavar="FOLDER", help="Weights for a built-in Mamba, instead of its own."),
     ):

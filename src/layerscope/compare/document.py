@@ -216,6 +216,22 @@ def _summary(comparison: Comparison) -> Iterator[Part]:
     ]
     yield Heading(f"SUMMARY TABLE - All Modes vs {comparison.reference}")
     yield Table.of("summary", columns, (_summary_cells(against, ends) for against in comparison), audience="page")
+    for alike in _alike(comparison):
+        yield Sentence(f"{' = '.join(alike)} bit-identical: no measure of any row tells them apart", "quiet")
+
+
+def _alike(comparison: Comparison) -> list[list[str]]:
+    """Return the candidates that share every number: some modes are the same arithmetic under two names."""
+    groups: list[tuple[list[object], list[str]]] = []
+    for against in comparison:
+        numbers: list[object] = [(row.point, row.moment, row.metrics) for row in against.compared]
+        for known, names in groups:
+            if numbers and known == numbers:
+                names.append(against.candidate)
+                break
+        else:
+            groups.append((numbers, [against.candidate]))
+    return [names for _, names in groups if len(names) > 1]
 
 
 def _summary_cells(against: Against, ends: tuple[str, str] | None) -> Iterator[Cell | Value]:

@@ -16,17 +16,11 @@ from typing import Any, NamedTuple
 from layerscope.errors import BadModel, MissingExtra
 from layerscope.models.inputs import bytes_as_ids
 from layerscope.models.quiet import quiet
+from layerscope.models.tokens import TOKENIZERS
+from layerscope.models.weight_files import read_weights, weight_files
 
 __all__ = ["Checkpoint", "is_checkpoint", "load_checkpoint"]
 
-_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 
 
@@ -54,7 +48,7 @@ class Checkpoint(NamedTuple):
         config = self.model.config
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
         vocabulary = int(getattr(text_config, "vocab_size", 256))
-        if not any((self.folder / name).is_file() for name in _TOKENIZERS):
+        if not any((self.folder / name).is_file() for name in TOKENIZERS):
             return {"input_ids": bytes_as_ids(prompt, vocabulary=vocabulary)}
         transformers = _transformers(self.folder)
         try:
@@ -85,6 +79,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     """
     config = _config(folder)
     _refuse_without_weights(folder)
+    if not any(folder.glob("*.safetensors")):
+        read_weights(folder)  # says in a sentence what is wrong with a .bin; transformers reads it by the same means
     if "auto_map" in config:
         raise BadModel(
             f"{str(folder)!r} needs the Python code in its own folder (auto_map), which layerscope does not "
@@ -98,7 +94,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
                 folder,
                 local_files_only=True,
                 trust_remote_code=False,
-                use_safetensors=True,
+                use_safetensors=any(folder.glob("*.safetensors")),
                 dtype="auto",
                 output_loading_info=True,
             )
@@ -150,7 +146,7 @@ def _class_of(config: dict[str, Any], folder: Path, transformers: Any) -> Any:
 
 
 def _refuse_without_weights(folder: Path) -> None:
-    if any(folder.glob("*.safetensors")):
+    if weight_files(folder):
         return
     pickled = sorted(p.name for pattern in _PICKLED for p in folder.glob(pattern))
     if pickled:

@@ -22,7 +22,7 @@ from layerscope.runtimes.files import SUFFIXES, is_file, kind_of, opened
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BUILT_IN", "BuiltIn", "Loaded", "is_model", "load_model"]
+__all__ = ["BUILT_IN", "BuiltIn", "Loaded", "is_model", "load_model", "load_own_mamba"]
 
 
 class BuiltIn(NamedTuple):
@@ -129,7 +129,7 @@ def load_model(text: str, *, seed: int = 0, weights: Path | None = None) -> Load
     torch.manual_seed(seed)
     load = BUILT_IN[text].load if text in BUILT_IN else None
     if weights is not None and load is not None:
-        return Loaded(text, load(weights), seed, encode=bytes_as_ids, speaks=True)
+        return load_own_mamba(text, weights, seed=seed)
     if weights is not None and is_model(text):
         raise BadModel(f"{text!r} does not take weights from a folder; a checkpoint folder is a MODEL by itself.")
     if text in BUILT_IN:
@@ -137,6 +137,8 @@ def load_model(text: str, *, seed: int = 0, weights: Path | None = None) -> Load
     if is_function(text):
         return _from_function(text, seed)
     folder = Path(text)
+    if is_checkpoint(folder) and not _is_transformers(folder):
+        return load_own_mamba(text, folder, seed=seed)
     if is_checkpoint(folder):
         checkpoint = load_checkpoint(folder)
         return Loaded(text, checkpoint.model, seed, encode=checkpoint.encode, speaks=True)
@@ -147,6 +149,32 @@ def load_model(text: str, *, seed: int = 0, weights: Path | None = None) -> Load
 
         return Loaded(text, load_compiled(folder), seed)
     raise BadModel(f"{text!r} {_why_not(folder)}; {_forms(text)}")
+
+
+def load_own_mamba(name: str, folder: Path, *, seed: int) -> Loaded:
+    """Return the Mamba of a folder as layerscope's own, whose prompts its tokenizer reads where there is one."""
+    import torch
+
+    from layerscope.models.mamba.checkpoint import load_mamba
+    from layerscope.models.tokens import tokens_of
+
+    model, tokens = load_mamba(folder), tokens_of(folder)
+
+    def encode(prompt: str) -> dict[str, torch.Tensor]:
+        if tokens is None:
+            return {"input_ids": bytes_as_ids(prompt, vocabulary=model.config.vocab_size)}
+        ids = tokens(prompt)
+        if not ids:
+            raise BadModel(f"--prompt {prompt!r} has no tokens in {str(folder)!r}; give a longer one.")
+        return {"input_ids": torch.tensor([ids])}
+
+    return Loaded(name, model, seed, encode=encode, speaks=True)
+
+
+def _is_transformers(folder: Path) -> bool:
+    from layerscope.models.mamba.checkpoint import is_state_spaces
+
+    return not is_state_spaces(folder)
 
 
 def _from_function(text: str, seed: int) -> Loaded:

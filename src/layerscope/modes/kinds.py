@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 from torch import nn
 
-from layerscope.models.mamba import Mamba, sample_batches
-from layerscope.modes.quamba import QUAMBA_MODES, calibrate, quantised, why_not
+from layerscope.models.mamba import Mamba, sample_batches, samples_of
+from layerscope.modes.quamba import QUAMBA_MODES, calibrate, quantised, stored_calibration, why_not
 from layerscope.modes.registry import Mode, Setting
 
 __all__ = ["KINDS", "Kind", "kind_of"]
 
 CALIBRATION = (8, 512)  # samples and tokens of each: scales of all the modes come from these, whatever is recorded
 ESSENTIAL = ("0", "2-1", "2-2", "2-4")
+BY_NAME = ("1",)  # an upper bound, not a way to run the model: in no group
 
 
 class Kind(NamedTuple):
@@ -30,12 +31,15 @@ class Kind(NamedTuple):
 
 def _quantised(model: nn.Module, setting: Setting, *, mode: str) -> nn.Module:
     assert isinstance(model, Mamba)
-    batches = sample_batches(*CALIBRATION, split="calibration")
+    if model.stored is not None:
+        return quantised(model, mode, stored_calibration(model.stored))
+    text = setting.calibration
+    batches = sample_batches(*CALIBRATION, split="calibration") if text is None else samples_of(text, *CALIBRATION)
     return quantised(model, mode, calibrate(model, batches, percentile_alpha=setting.percentile_alpha))
 
 
 def _quamba(name: str, about: str) -> Mode:
-    groups = {"all", "quant_only"} | ({"essential"} if name in ESSENTIAL else set())
+    groups = set() if name in BY_NAME else {"all", "quant_only"} | ({"essential"} if name in ESSENTIAL else set())
     return Mode(name, about, partial(_quantised, mode=name), why_not, frozenset(groups))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -60,12 +61,14 @@ def record_modes(
     append: bool = False,
     seed: int = 0,
     forward: Forward | None = None,
+    stop_after: str | None = None,
     tell: Tell | None = None,
 ) -> Iterator[Recorded]:
     """Record each mode of `model` on all of `batches`, into `to`/MODE (None: in memory), and yield it when it is done.
 
     A mode that fails is yielded with its error, and the next one is tried. `settings` (plain values) go into every run,
     beside the fingerprint of the inputs. `forward` is how a batch is run, without gradients where it is left out.
+    `stop_after` names a module after whose first call a forward ends, where nothing later is recorded.
     """
     asked = [taps] if isinstance(taps, str) else list(taps)
     addresses = [None if to is None else place_of(to, mode) for mode in modes]
@@ -89,9 +92,10 @@ def record_modes(
             listener=progress,
         )
         torch.manual_seed(seed)
-        with recording:
+        with recording, _ending(own, stop_after):
             for batch in batches:
-                (forward or plain_forward)(own, fitted(batch, own))
+                with suppress(_Enough):
+                    (forward or plain_forward)(own, fitted(batch, own))
                 progress.did_one()
         return recording.run
 
@@ -105,6 +109,25 @@ def record_modes(
         except Exception as raised:
             error = _explained(raised, mode, model)
         yield Recorded(mode, address, run, error)
+
+
+class _Enough(BaseException):
+    """Ends a forward of which no more is recorded; no model's own `except Exception` keeps it going."""
+
+
+@contextmanager
+def _ending(model: nn.Module, name: str | None) -> Iterator[None]:
+    """End each forward when the module has returned; the recorder's own hook there came first and has its value."""
+
+    def end(module: nn.Module, args: object, output: object) -> None:
+        raise _Enough
+
+    handle = None if name is None else model.get_submodule(name).register_forward_hook(end)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def place_of(to: str | os.PathLike[str], mode: Mode) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import NamedTuple, TypeAlias
 
@@ -38,9 +38,14 @@ _NAME = re.compile(r"\w[\w.-]*")  # a run's folder is called after its mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the modes of one recording have in common: the share of activations that calibration does not clip."""
+    """What the modes of one recording have in common.
+
+    The share of activations that calibration does not clip, and the token ids it is made on (a row of them; None: bytes
+    of the text that comes with layerscope).
+    """
 
     percentile_alpha: float = 0.9999
+    calibration: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.percentile_alpha <= 1:

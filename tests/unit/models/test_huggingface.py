@@ -71,12 +71,22 @@ def test_a_folder_without_weights_is_refused(checkpoint):
         load_model(str(folder))
 
 
-def test_pickled_weights_are_refused_and_not_loaded(checkpoint):
+class Evil:
+    def __reduce__(self):
+        return (print, ("code of the file has run",))
+
+
+def test_a_bin_of_tensors_is_read_and_one_that_would_run_code_is_refused(checkpoint, capsys):
     folder, model = checkpoint
     (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(BadModel, match=r"only in pytorch_model\.bin, which could run code"):
+    loaded = load_model(str(folder)).model.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+    torch.save({"x": Evil()}, folder / "pytorch_model.bin")
+    capsys.readouterr()
+    with pytest.raises(BadModel, match="is not a file of tensors and numbers alone"):
         load_model(str(folder))
+    assert "has run" not in capsys.readouterr().out
 
 
 def test_missing_weights_are_named_and_never_drawn_at_random(checkpoint):

@@ -34,6 +34,7 @@ def test_a_mamba_is_run_on_ten_samples_of_512_bytes_unless_told():
     assert ids_of(prepare("quamba-small", calib_seqlen=7, usual=(2, 256))).shape == (2, 7)
     assert ready.settings == {
         "weights": "built-in",
+        "ran": "quamba-small runs with the weights that come with layerscope",
         "percentile_alpha": 0.9999,
         "calib_data_num": 10,
         "calib_seqlen": 512,

@@ -1,6 +1,9 @@
-"""A Mamba checkpoint of Hugging Face in a local folder: `config.json` and safetensors, without transformers.
+"""A Mamba checkpoint in a local folder, without transformers: Hugging Face's, mamba_ssm's, or Quamba's in W8A8.
 
 model = load_mamba(Path("checkpoints/mamba-130m-hf"))
+
+`config.json` says whose it is: `model_type` is Hugging Face's word, `d_model` mamba_ssm's, and a `layer` of `ssm_cfg`
+Quamba's. The weights are safetensors or `pytorch_model.bin`; no pickle is run.
 """
 
 from __future__ import annotations
@@ -11,46 +14,119 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from layerscope.errors import BadModel
 from layerscope.models.mamba.assembly import assembled
 from layerscope.models.mamba.config import MambaConfig
 from layerscope.models.mamba.model import Mamba
+from layerscope.models.mamba.w8a8 import unpacked
+from layerscope.models.weight_files import read_weights
 
-__all__ = ["is_mamba", "load_mamba"]
+__all__ = ["is_mamba", "is_state_spaces", "load_mamba"]
 
 _COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "conv_kernel", "time_step_rank")
 _OTHERS = ("use_bias", "use_conv_bias", "tie_word_embeddings", "layer_norm_epsilon")
 
 
 def is_mamba(folder: Path) -> bool:
-    """Tell whether the folder says that it holds a Mamba language model that `load_mamba` knows how to make."""
+    """Tell whether the folder says that it holds a Mamba, which `load_mamba` makes or refuses by name."""
     try:
         told = _read(folder)
+        if _is_state_spaces(told):
+            return True
         _config(told, folder)
     except BadModel:
         return False
     return told.get("architectures") in (None, ["MambaForCausalLM"])
 
 
+def is_state_spaces(folder: Path) -> bool:
+    """Tell whether the folder is mamba_ssm's or Quamba's, which transformers does not read."""
+    try:
+        return _is_state_spaces(_read(folder))
+    except BadModel:
+        return False
+
+
 def load_mamba(folder: Path) -> Mamba:
-    """Return the model in float32, with every weight of the folder in its place, or say what stands in the way."""
-    config = _config(_read(folder), folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    """Return the model in float32, with every weight of the folder in its place, or say what stands in the way.
+
+    Of a W8A8 folder these are the floats that its codes stand for, and `stored` has the grids.
+    """
+    told = _read(folder)
+    if not _is_state_spaces(told):
+        config = _config(told, folder)
+        return assembled(config, _tensors(read_weights(folder), folder), source=str(folder))
+    config = _state_spaces(told, folder)
+    found = read_weights(folder)
+    if _layer(told) == "Mamba1":
+        renamed = {name.replace("backbone.embedding.", "backbone.embeddings."): w for name, w in found.items()}
+        return assembled(config, _tensors(renamed, folder), source=str(folder))
+    weights, grids = unpacked(found, config, source=str(folder))
+    model = assembled(config, weights, source=str(folder))
+    model.stored = grids
+    return model
+
+
+def _tensors(found: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    if others := [name for name, value in found.items() if not isinstance(value, torch.Tensor)]:
+        raise BadModel(f"{str(folder)!r} has {others[0]}, which is no tensor; a Mamba has tensors alone.")
+    return found
+
+
+def _is_state_spaces(told: dict[str, Any]) -> bool:
+    return "d_model" in told and "n_layer" in told and "model_type" not in told
+
+
+def _layer(told: dict[str, Any]) -> object:
+    given = told.get("ssm_cfg")
+    return given.get("layer", "Mamba1") if isinstance(given, dict) else "Mamba1"
+
+
+def _state_spaces(told: dict[str, Any], folder: Path) -> MambaConfig:
+    """Read a config of mamba_ssm or Quamba; refuse by name what is another model than layerscope's Mamba."""
+    layer, place = _layer(told), str(folder)
+    if layer not in ("Mamba1", "W8A8QMamba"):
         raise BadModel(
-            f"{str(folder)!r} has no .safetensors file; other weight files could run code when they are loaded. "
-            "Save the model as safetensors (model.save_pretrained(folder))."
+            f"{place!r} has layers of the kind {layer!r}; layerscope computes Mamba1 and W8A8QMamba. A Mamba2 in "
+            "Hugging Face's format is read by transformers."
         )
-    weights: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            weights |= load_file(file)
-        except SafetensorError as error:
-            raise BadModel(f"{str(file)!r} is not a readable safetensors file: {error}.") from error
-    return assembled(config, weights, source=str(folder))
+    quantised = layer == "W8A8QMamba"
+    for part, usual in (("embedding_cfg", "Embedding"), ("lm_head_cfg", "Linear")):
+        kind = (told.get(part) or {}).get("layer", usual)
+        if kind != usual:
+            raise BadModel(f"{place!r} has {part} {kind!r}, which layerscope does not compute; it computes {usual!r}.")
+    refused = {
+        "attn_layer_idx": (bool(told.get("attn_layer_idx")), "attention layers"),
+        "d_intermediate": (bool(told.get("d_intermediate")), "an MLP in each layer"),
+        "is_hybrid": (bool(told.get("is_hybrid")), "layers of several precisions"),
+        "rms_norm": (not told.get("rms_norm", False), "LayerNorm in the place of RMSNorm"),
+    }
+    for key, (is_so, what) in refused.items():
+        if is_so:
+            raise BadModel(f"{place!r} has {what} ({key} = {told.get(key)!r}), which layerscope does not compute.")
+    sizes = {k: v for k, v in (told.get("ssm_cfg") or {}).items() if k != "layer"}
+    known = {"d_state": "state_size", "d_conv": "conv_kernel", "expand": "expand", "dt_rank": "time_step_rank"}
+    known |= {"bias": "use_bias", "conv_bias": "use_conv_bias"}
+    ignored = {"dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path", "use_had_transform"}
+    if unknown := [key for key in sizes if key not in known and key not in ignored]:
+        raise BadModel(f"{place!r} has {unknown[0]} in its ssm_cfg, which layerscope does not compute.")
+    words, multiple = told.get("vocab_size"), told.get("pad_vocab_size_multiple", 1)
+    if type(words) is int and type(multiple) is int and multiple > 0:
+        words = -(-words // multiple) * multiple
+    tied = bool(told.get("tie_embeddings", True)) and not quantised  # Quamba fuses the last norm into the head
+    return _config(
+        {
+            "model_type": "mamba",
+            "vocab_size": words,
+            "hidden_size": told["d_model"],
+            "num_hidden_layers": told["n_layer"],
+            "tie_word_embeddings": tied,
+            "layer_norm_epsilon": told.get("norm_epsilon", 1e-5),
+            **{known[key]: value for key, value in sizes.items() if key in known},
+        },
+        folder,
+    )
 
 
 def _read(folder: Path) -> dict[str, Any]:

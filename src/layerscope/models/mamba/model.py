@@ -18,12 +18,15 @@ from torch.nn import functional as F  # noqa: N812
 
 from layerscope.models.mamba.config import MambaConfig
 from layerscope.models.mamba.scan import selective_scan
+from layerscope.models.mamba.w8a8 import Grids
 
 __all__ = ["Backbone", "CausalConv", "Mamba", "MambaBlock", "Mixer", "RMSNorm", "Scan"]
 
 
 class Mamba(nn.Module):
     """Token ids in, logits of the next token out; its weights are empty until they are loaded or drawn."""
+
+    stored: tuple[Grids, ...] | None = None  # the scales of a checkpoint in W8A8, by depth
 
     def __init__(self, config: MambaConfig) -> None:
         super().__init__()

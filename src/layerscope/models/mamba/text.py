@@ -15,7 +15,7 @@ import torch
 
 from layerscope.errors import BadText
 
-__all__ = ["Split", "sample_batches"]
+__all__ = ["Split", "excerpt", "sample_batches", "samples_of"]
 
 Split = Literal["calibration", "recorded"]
 
@@ -26,11 +26,21 @@ def sample_batches(num: int, seqlen: int, *, split: Split) -> list[torch.Tensor]
     Each text has about 130,000 bytes. Samples overlap only when more is asked for than that, and one that reaches the
     end of the text goes on at its beginning.
     """
+    text = torch.frombuffer(bytearray(_file(split).read_bytes()), dtype=torch.uint8).long()
+    return samples_of(text, num, seqlen)
+
+
+def samples_of(ids: torch.Tensor, num: int, seqlen: int) -> list[torch.Tensor]:
+    """Cut `num` samples of `seqlen` tokens from a row of token ids, as `sample_batches` does."""
     if num < 1 or seqlen < 1:
         raise BadText(f"{num} samples of {seqlen} tokens were asked for; there is at least 1 of each.")
-    text = torch.frombuffer(bytearray(_file(split).read_bytes()), dtype=torch.uint8).long()
-    starts = torch.arange(num)[:, None] * len(text) // num
-    return list(text[(starts + torch.arange(seqlen)) % len(text)][:, None])
+    starts = torch.arange(num)[:, None] * len(ids) // num
+    return list(ids[(starts + torch.arange(seqlen)) % len(ids)][:, None])
+
+
+def excerpt(split: Split) -> str:
+    """Return a bundled text, for a tokenizer."""
+    return _file(split).read_text("utf-8")
 
 
 def _file(split: Split) -> Path:

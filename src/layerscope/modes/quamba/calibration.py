@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 from layerscope.errors import BadText, Damaged, Unsupported
-from layerscope.models.mamba import Mamba
+from layerscope.models.mamba import Grids, Mamba
 from layerscope.modes.quamba.int8 import LIMIT
 from layerscope.store import cache_folder, strictjson
 from layerscope.store.address import LocalFolder
 from layerscope.store.checksum import crc32c, text
 
-__all__ = ["Calibration", "Scales", "calibrate"]
+__all__ = ["Calibration", "Scales", "calibrate", "stored_calibration"]
 
 _log = logging.getLogger("layerscope")
 
@@ -113,6 +113,27 @@ def calibrate(model: Mamba, batches: Sequence[torch.Tensor], *, percentile_alpha
     if place is not None:
         _remember(place, found)
     return found
+
+
+def stored_calibration(grids: Sequence[Grids]) -> Calibration:
+    """Return the scales that a checkpoint in W8A8 states; nothing is measured.
+
+    delta has no grid of its own there: it is INT8 where `dt_proj` gives it.
+    """
+    layers = tuple(
+        Scales(
+            in_proj=grid.inputs["in_proj"],
+            conv1d=grid.inputs["conv1d"],
+            u=grid.u,
+            dt_proj=grid.inputs["dt_proj"],
+            delta=grid.outputs["dt_proj"],
+            B=grid.B,
+            C=grid.C,
+            out_proj=grid.inputs["out_proj"],
+        )
+        for grid in grids
+    )
+    return Calibration(Settings("stored", "stored", 0, 0, 1.0), layers)
 
 
 # Measuring --------------------------------------------------------------------------------------

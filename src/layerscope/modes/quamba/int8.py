@@ -17,7 +17,7 @@ import torch
 
 from layerscope.errors import Unsupported
 
-__all__ = ["LIMIT", "Arithmetic", "Codes", "quantise", "rescaled", "scale_of_rows"]
+__all__ = ["LIMIT", "Arithmetic", "Codes", "quantise", "rescaled", "scale_of_rows", "scale_of_tensor"]
 
 # Symmetric: -128 is never used, so that the grid has as many steps below zero as above.
 LIMIT = 127
@@ -25,7 +25,7 @@ LIMIT = 127
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """Values on an INT8 grid; the scale is one number, or one for each row (a token's, an output channel's)."""
+    """Values on an INT8 grid; the scale is one number, or one for each row (an output channel's)."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -54,6 +54,12 @@ def scale_of_rows(x: torch.Tensor) -> torch.Tensor:
     """Return, for each row, the scale that puts its largest magnitude on the last code; 1 for a row of zeros."""
     peaks = x.abs().amax(dim=-1, keepdim=True)
     return torch.where(peaks > 0, peaks / LIMIT, 1.0)
+
+
+def scale_of_tensor(x: torch.Tensor) -> torch.Tensor:
+    """Return the scale that puts the largest magnitude of all on the last code; 1 where all is zero."""
+    peak = x.abs().max()
+    return torch.where(peak > 0, peak / LIMIT, 1.0)
 
 
 def rescaled(sums: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ Weights are coded per output channel. Biases stay the float model's own paramete
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -16,32 +16,50 @@ from torch.nn import functional as F  # noqa: N812
 
 from layerscope.models.mamba import CausalConv, selective_scan
 from layerscope.modes.quamba.calibration import Scales
-from layerscope.modes.quamba.int8 import Arithmetic, Codes, quantise, rescaled, scale_of_rows
+from layerscope.modes.quamba.int8 import Arithmetic, Codes, quantise, rescaled, scale_of_rows, scale_of_tensor
 
-__all__ = ["Convolution", "GridScan", "Int8Scan", "Projection"]
+__all__ = ["Convolution", "FloatScan", "Gives", "Int8Scan", "Projection", "StoredScan"]
+
+Gives: TypeAlias = Literal["codes", "floats on the grid", "floats"]
 
 
 class Projection(nn.Module):
-    """A linear layer in W8A8; without a scale of its own it takes one from each token it is given."""
+    """A linear layer in W8A8, with a calibrated input scale.
+
+    A stored checkpoint also states one scale for the whole weight, and the grid of its sums before the bias.
+    """
 
     weight: torch.Tensor
     weight_scale: torch.Tensor
-    input_scale: torch.Tensor | None
+    input_scale: torch.Tensor
+    output_scale: torch.Tensor | None
 
-    def __init__(self, linear: nn.Linear, *, scale: float | None, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        *,
+        scale: float,
+        arithmetic: Arithmetic,
+        weight_scale: float | None = None,
+        out: float | None = None,
+    ) -> None:
         super().__init__()
-        coded = _coded(linear.weight)
+        coded = _coded(linear.weight, weight_scale)
         self.register_buffer("weight", coded.codes)
         self.register_buffer("weight_scale", coded.scale.squeeze(1))
-        self.register_buffer("input_scale", None if scale is None else torch.tensor(scale))
+        self.register_buffer("input_scale", torch.tensor(scale))
+        self.register_buffer("output_scale", None if out is None else torch.tensor(out))
         self.bias = linear.bias
         self.arithmetic = arithmetic
 
     def forward(self, x: torch.Tensor | Codes) -> torch.Tensor:
         """Return float32; codes are multiplied as they are, floats are put on this layer's grid first."""
         if isinstance(x, torch.Tensor):
-            x = quantise(x, scale_of_rows(x) if self.input_scale is None else self.input_scale)
-        return rescaled(self.sums(x), x.scale * self.weight_scale, self.bias)
+            x = quantise(x, self.input_scale)
+        if self.output_scale is None:
+            return rescaled(self.sums(x), x.scale * self.weight_scale, self.bias)
+        given = quantise(rescaled(self.sums(x), x.scale * self.weight_scale, None), self.output_scale).floats()
+        return given if self.bias is None else given + self.bias
 
     def sums(self, x: Codes) -> torch.Tensor:
         """Return the int32 accumulators of these codes."""
@@ -50,32 +68,37 @@ class Projection(nn.Module):
     def extra_repr(self) -> str:
         """Say what is INT8."""
         outs, ins = self.weight.shape
-        scale = "dynamic per token" if self.input_scale is None else f"{float(self.input_scale):.3g}"
-        return f"{ins} -> {outs}, INT8 weight, INT8 input (scale {scale}), int32 sums ({self.arithmetic.name})"
+        scale = f"{float(self.input_scale):.3g}"
+        given = "" if self.output_scale is None else f", INT8 output (scale {float(self.output_scale):.3g})"
+        return f"{ins} -> {outs}, INT8 weight, INT8 input (scale {scale}), int32 sums ({self.arithmetic.name}){given}"
 
 
 class Convolution(nn.Module):
-    """The causal convolution over codes; SiLU in float, and its result on the grid, as codes or as floats."""
+    """The causal convolution over codes; SiLU in float, and its result as codes, as floats on their grid or as it is.
+
+    Without a calibrated input scale it takes the one that puts the largest magnitude of its input on the last code.
+    """
 
     weight: torch.Tensor
     weight_scale: torch.Tensor
-    input_scale: torch.Tensor
+    input_scale: torch.Tensor | None
     output_scale: torch.Tensor
 
     def __init__(
         self,
         conv: CausalConv,
         *,
-        scale: float,
+        scale: float | None,
         out: float,
-        gives: Literal["codes", "floats on the grid"],
+        gives: Gives,
         arithmetic: Arithmetic,
+        weight_scale: float | None = None,
     ) -> None:
         super().__init__()
-        coded = _coded(conv.weight)
+        coded = _coded(conv.weight, weight_scale)
         self.register_buffer("weight", coded.codes)
         self.register_buffer("weight_scale", coded.scale.squeeze(1))
-        self.register_buffer("input_scale", torch.tensor(scale))
+        self.register_buffer("input_scale", None if scale is None else torch.tensor(scale))
         self.register_buffer("output_scale", torch.tensor(out))
         self.bias = conv.bias
         self.gives = gives
@@ -83,9 +106,11 @@ class Convolution(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | Codes:
         """Return u, (batch, length, channels)."""
-        coded = quantise(x, self.input_scale)
-        floats = rescaled(self.sums(coded), coded.scale * self.weight_scale, self.bias)
-        u = quantise(F.silu(floats), self.output_scale)
+        coded = quantise(x, scale_of_tensor(x) if self.input_scale is None else self.input_scale)
+        floats = F.silu(rescaled(self.sums(coded), coded.scale * self.weight_scale, self.bias))
+        if self.gives == "floats":
+            return floats
+        u = quantise(floats, self.output_scale)
         return u if self.gives == "codes" else u.floats()
 
     def sums(self, x: Codes) -> torch.Tensor:
@@ -95,50 +120,31 @@ class Convolution(nn.Module):
     def extra_repr(self) -> str:
         """Say what is INT8."""
         channels, kernel = self.weight.shape
-        given = "INT8 output" if self.gives == "codes" else "float output on the INT8 grid"
+        taken = "of the tensor" if self.input_scale is None else f"{float(self.input_scale):.3g}"
+        grid = f"(scale {float(self.output_scale):.3g})"
+        given = {
+            "codes": f"INT8 output {grid}",
+            "floats on the grid": f"float output on the INT8 grid {grid}",
+            "floats": "float output",
+        }
         return (
-            f"{channels}, kernel={kernel}, INT8 weight, INT8 input (scale {float(self.input_scale):.3g}), int32 sums "
-            f"({self.arithmetic.name}), {given} (scale {float(self.output_scale):.3g})"
+            f"{channels}, kernel={kernel}, INT8 weight, INT8 input (scale {taken}), int32 sums "
+            f"({self.arithmetic.name}), {given[self.gives]}"
         )
 
 
-class _Scan(nn.Module):
-    """The grids of what a scan is given."""
+class Int8Scan(nn.Module):
+    """The selective scan of INT8 u, delta, B and C, with a float32 state; a u that comes as codes is taken as it is."""
 
     u_scale: torch.Tensor
     delta_scale: torch.Tensor
     b_scale: torch.Tensor
     c_scale: torch.Tensor
 
-    def __init__(self, scales: Scales) -> None:
+    def __init__(self, scales: Scales, *, arithmetic: Arithmetic) -> None:
         super().__init__()
         self.register_buffer("u_scale", torch.tensor(scales.u))
-        self.register_buffer("delta_scale", torch.tensor(scales.delta))
-        self.register_buffer("b_scale", torch.tensor(scales.B))
-        self.register_buffer("c_scale", torch.tensor(scales.C))
-
-    def coded(
-        self, u: torch.Tensor | Codes, delta: torch.Tensor, b: torch.Tensor, c: torch.Tensor
-    ) -> tuple[Codes, Codes, Codes, Codes]:
-        """Return all four as codes; a u that comes as codes is taken as it is."""
-        return (
-            quantise(u, self.u_scale) if isinstance(u, torch.Tensor) else u,
-            quantise(delta, self.delta_scale),
-            quantise(b, self.b_scale),
-            quantise(c, self.c_scale),
-        )
-
-    def grids(self) -> str:
-        """Say the scales."""
-        scales = (self.u_scale, self.delta_scale, self.b_scale, self.c_scale)
-        return "scales " + ", ".join(f"{float(scale):.3g}" for scale in scales)
-
-
-class Int8Scan(_Scan):
-    """The selective scan of INT8 u, delta, B and C, with a float32 state."""
-
-    def __init__(self, scales: Scales, *, arithmetic: Arithmetic) -> None:
-        super().__init__(scales)
+        _register(self, scales)
         self.arithmetic = arithmetic
 
     def forward(
@@ -151,16 +157,30 @@ class Int8Scan(_Scan):
         D: torch.Tensor,  # noqa: N803
     ) -> torch.Tensor:
         """Return y in float32."""
-        coded_u, coded_delta, coded_b, coded_c = self.coded(u, delta, B, C)
-        return self.arithmetic.scan(coded_u, coded_delta, A, coded_b, coded_c, D)
+        coded_u = quantise(u, self.u_scale) if isinstance(u, torch.Tensor) else u
+        coded = [quantise(x, s) for x, s in ((delta, self.delta_scale), (B, self.b_scale), (C, self.c_scale))]
+        return self.arithmetic.scan(coded_u, coded[0], A, coded[1], coded[2], D)
 
     def extra_repr(self) -> str:
         """Say what is INT8."""
-        return f"INT8 u, delta, B, C ({self.grids()}), float32 state ({self.arithmetic.name})"
+        return f"INT8 u, delta, B, C ({_steps(self)}), float32 state ({self.arithmetic.name})"
 
 
-class GridScan(_Scan):
-    """The float scan of u, delta, B and C rounded to the INT8 grid."""
+class StoredScan(nn.Module):
+    """The scan of a stored checkpoint: u on its grid where it is to be INT8, B and C on theirs.
+
+    Its delta was INT8 before the bias and softplus, where `dt_proj` gave it, and is taken as it comes.
+    """
+
+    u_scale: torch.Tensor | None
+    b_scale: torch.Tensor
+    c_scale: torch.Tensor
+
+    def __init__(self, *, u: float | None, b: float, c: float) -> None:
+        super().__init__()
+        self.register_buffer("u_scale", None if u is None else torch.tensor(u))
+        self.register_buffer("b_scale", torch.tensor(b))
+        self.register_buffer("c_scale", torch.tensor(c))
 
     def forward(
         self,
@@ -172,15 +192,60 @@ class GridScan(_Scan):
         D: torch.Tensor,  # noqa: N803
     ) -> torch.Tensor:
         """Return y in float32."""
-        on_u, on_delta, on_b, on_c = (codes.floats() for codes in self.coded(u, delta, B, C))
-        return selective_scan(on_u, on_delta, A, on_b, on_c, D)
+        if isinstance(u, Codes):
+            u = u.floats()
+        elif self.u_scale is not None:
+            u = quantise(u, self.u_scale).floats()
+        on_b, on_c = quantise(B, self.b_scale).floats(), quantise(C, self.c_scale).floats()
+        return selective_scan(u, delta, A, on_b, on_c, D)
 
     def extra_repr(self) -> str:
         """Say what is on the grid."""
-        return f"float u, delta, B, C on the INT8 grid ({self.grids()})"
+        return f"{'float u' if self.u_scale is None else 'INT8 u'}; B, C on the INT8 grid ({_steps(self)})"
 
 
-def _coded(weight: torch.Tensor) -> Codes:
-    """Code a weight per output channel, its other dimensions as one."""
+class FloatScan(nn.Module):
+    """The float scan of u as it comes, with delta, B and C rounded to the INT8 grid."""
+
+    delta_scale: torch.Tensor
+    b_scale: torch.Tensor
+    c_scale: torch.Tensor
+
+    def __init__(self, scales: Scales) -> None:
+        super().__init__()
+        _register(self, scales)
+
+    def forward(
+        self,
+        u: torch.Tensor,
+        delta: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        D: torch.Tensor,  # noqa: N803
+    ) -> torch.Tensor:
+        """Return y in float32."""
+        given = ((delta, self.delta_scale), (B, self.b_scale), (C, self.c_scale))
+        on_delta, on_b, on_c = (quantise(x, scale).floats() for x, scale in given)
+        return selective_scan(u, on_delta, A, on_b, on_c, D)
+
+    def extra_repr(self) -> str:
+        """Say what is on the grid."""
+        return f"float u; delta, B, C on the INT8 grid ({_steps(self)})"
+
+
+def _register(scan: nn.Module, scales: Scales) -> None:
+    """Give a scan the grids of delta, B and C."""
+    scan.register_buffer("delta_scale", torch.tensor(scales.delta))
+    scan.register_buffer("b_scale", torch.tensor(scales.B))
+    scan.register_buffer("c_scale", torch.tensor(scales.C))
+
+
+def _steps(scan: nn.Module) -> str:
+    return "scales " + ", ".join(f"{float(scale):.3g}" for scale in scan.buffers())
+
+
+def _coded(weight: torch.Tensor, scale: float | None) -> Codes:
+    """Code a weight per output channel, its other dimensions as one; all channels alike where a scale is stored."""
     rows = weight.detach().flatten(1)
-    return quantise(rows, scale_of_rows(rows))
+    return quantise(rows, scale_of_rows(rows) if scale is None else torch.full((len(rows), 1), scale))

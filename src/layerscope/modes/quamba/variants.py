@@ -16,22 +16,25 @@ import torch
 from torch import nn
 
 from layerscope.errors import NoSuchMode, Unsupported
-from layerscope.models.mamba import CausalConv, Mamba, Mixer, Scan
+from layerscope.models.mamba import CausalConv, Grids, Mamba, Mixer, Scan
 from layerscope.modes.quamba.calibration import Calibration, Scales
 from layerscope.modes.quamba.fast import FAST
 from layerscope.modes.quamba.int8 import Arithmetic
 from layerscope.modes.quamba.plain import PLAIN
-from layerscope.modes.quamba.stages import Convolution, GridScan, Int8Scan, Projection
+from layerscope.modes.quamba.stages import Convolution, FloatScan, Gives, Int8Scan, Projection, StoredScan
 
 __all__ = ["QUAMBA_MODES", "quantised", "why_not"]
 
 
 class Recipe(NamedTuple):
-    """Where INT8 happens: what the convolution gives, what the scan computes with, how inputs of projections scale."""
+    """Where INT8 happens: what the convolution gives, what the scan computes with, where the input scale is from.
 
-    convolution: Literal["codes", "floats on the grid", "floats"]
-    scan: Literal["codes", "floats on the grid", "floats"]
-    inputs: Literal["static", "dynamic"] = "static"
+    A convolution or a scan of `None` is the float model's own. The projections are W8A8 in all of them.
+    """
+
+    convolution: Gives | None
+    scan: Literal["codes", "floats"] | None
+    scale: Literal["calibrated", "of the tensor"] = "calibrated"
     arithmetic: Arithmetic = FAST
 
 
@@ -39,10 +42,11 @@ _RECIPES: dict[str, Recipe] = {
     "0": Recipe("codes", "codes"),
     "2-0": Recipe("floats on the grid", "codes"),
     "2-1": Recipe("codes", "codes", arithmetic=PLAIN),
-    "2-2": Recipe("floats on the grid", "floats on the grid"),
-    "2-3": Recipe("floats", "codes"),
+    "2-2": Recipe("floats on the grid", "floats"),
+    "2-3": Recipe("floats", "codes", arithmetic=PLAIN),
     "2-4": Recipe("floats", "floats"),
-    "3": Recipe("floats", "floats", inputs="dynamic"),
+    "3": Recipe("floats", "floats", scale="of the tensor"),
+    "1": Recipe(None, None),
 }
 
 QUAMBA_MODES: dict[str, str] = {
@@ -50,9 +54,10 @@ QUAMBA_MODES: dict[str, str] = {
     "2-0": "convolution gives floats on the INT8 grid, requantised for the INT8 scan",
     "2-1": "INT8 convolution straight into the INT8 scan, all in the plain reference arithmetic",
     "2-2": "convolution gives floats on the INT8 grid, float scan of them",
-    "2-3": "float convolution, requantised for the INT8 scan",
-    "2-4": "float convolution, float scan: INT8 in the projections alone",
-    "3": "float convolution, float scan, projections with an input scale for each token",
+    "2-3": "INT8 convolution gives true floats, requantised for the INT8 scan, in the plain reference arithmetic",
+    "2-4": "INT8 convolution gives true floats, float scan of them",
+    "3": "2-4 with the convolution's input scale taken from each tensor as it comes",
+    "1": "float convolution, float scan, W8A8 projections: the upper bound",
 }
 
 
@@ -92,29 +97,44 @@ def quantised(model: Mamba, mode: str, calibration: Calibration, *, layers: Coll
     variant = copy.deepcopy(model, shared)
     mixers = _mixers(variant)
     for at in range(depth) if layers is None else layers:
-        for name, stage in _stages(mixers[at], _RECIPES[mode], calibration.layers[at]).items():
+        stored = None if model.stored is None else model.stored[at]
+        for name, stage in _stages(mixers[at], _RECIPES[mode], calibration.layers[at], stored).items():
             setattr(mixers[at], name, stage)
     return variant
 
 
-def _stages(mixer: Mixer, recipe: Recipe, scales: Scales) -> dict[str, nn.Module]:
+def _stages(mixer: Mixer, recipe: Recipe, scales: Scales, stored: Grids | None) -> dict[str, nn.Module]:
     """Return what a recipe puts in the place of a mixer's float stages, by their names."""
     arithmetic = recipe.arithmetic
+    weights = {} if stored is None else stored.weights
+    outputs = {} if stored is None else stored.outputs
     inputs = {"in_proj": scales.in_proj, "x_proj": scales.u, "dt_proj": scales.dt_proj, "out_proj": scales.out_proj}
     stages: dict[str, nn.Module] = {
         name: Projection(
-            getattr(mixer, name), scale=scale if recipe.inputs == "static" else None, arithmetic=arithmetic
+            getattr(mixer, name),
+            scale=scale,
+            arithmetic=arithmetic,
+            weight_scale=weights.get(name),
+            out=outputs.get(name),
         )
         for name, scale in inputs.items()
     }
-    if recipe.convolution != "floats":
+    if recipe.convolution is not None:
+        scale = scales.conv1d if recipe.scale == "calibrated" else None
         stages["conv1d"] = Convolution(
-            mixer.conv1d, scale=scales.conv1d, out=scales.u, gives=recipe.convolution, arithmetic=arithmetic
+            mixer.conv1d,
+            scale=scale,
+            out=scales.u,
+            gives=recipe.convolution,
+            arithmetic=arithmetic,
+            weight_scale=weights.get("conv1d"),
         )
-    if recipe.scan == "codes":
+    if stored is not None and recipe.scan is not None:
+        stages["scan"] = StoredScan(u=stored.u if recipe.scan == "codes" else None, b=stored.B, c=stored.C)
+    elif recipe.scan == "codes":
         stages["scan"] = Int8Scan(scales, arithmetic=arithmetic)
-    elif recipe.scan == "floats on the grid":
-        stages["scan"] = GridScan(scales)
+    elif recipe.scan == "floats":
+        stages["scan"] = FloatScan(scales)
     return stages
 
 

@@ -124,7 +124,10 @@ def write(job: Job) -> None:
         raise RunExists(f"{path} already has mode {mode}; overwrite=True or --overwrite replaces it")
     said = _merged(files, statistics_name(path.name), job, entries)
     with Batch(path.parent) as batch:
-        with opened(batch.new(path.name)) as out, zipfile.ZipFile(out, "w") as archive:
+        with (
+            opened(batch.new(path.name)) as out,
+            zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        ):
             for name, member in old.items():
                 if name not in ours:
                     _copy(member, archive)
@@ -149,7 +152,7 @@ def _put(job: Job, archive: zipfile.ZipFile, mode: str, side: str, entry: Entry)
 def _copy(member: Member, archive: zipfile.ZipFile) -> None:
     """Take over an array of another mode as it is, a stretch at a time."""
     info = zipfile.ZipInfo(member.name)
-    info.compress_type = zipfile.ZIP_STORED if member.offset is not None else zipfile.ZIP_DEFLATED
+    info.compress_type = zipfile.ZIP_DEFLATED
     with archive.open(info, "w", force_zip64=True) as out:
         for part in member.parts(16 << 20):
             out.write(part)

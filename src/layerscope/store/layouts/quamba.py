@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerscope.errors import RunExists
+from layerscope.errors import NotARun, RunExists
 from layerscope.points import Moment, Point
 from layerscope.store.layouts.arrays import npy
 from layerscope.store.layouts.foreign import ForeignRun, Item
@@ -75,6 +75,11 @@ def _opened(
             notes.append(f"layer_{layer} has some statistics and no array, too few for a summary: it is passed over")
         else:
             items.append(Item(point, Moment(), None, None, 0, None, summary=summary))
+    if not items:
+        raise NotARun(
+            f"{place.address} has nothing of mode {mode} that can be read: "
+            f"{'; '.join(notes) or 'no layer in its file'}. Files mode_{{M}}_layer_{{i}}.npy are looked for."
+        )
     aliases = {
         alias: [str(item.point)]
         for item in items

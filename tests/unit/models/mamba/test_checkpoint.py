@@ -156,9 +156,14 @@ def test_a_folder_that_is_not_there_is_one_sentence(tmp_path):
         load_mamba(tmp_path / "nowhere")
 
 
-def test_pickled_weights_are_refused_and_not_loaded(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(BadModel, match=r"has no \.safetensors file; other weight files could run code"):
+def test_a_bin_is_read_as_tensors_and_what_is_none_is_refused(folder):
+    theirs = load_file(folder / "model.safetensors")
+    torch.save(theirs, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    found = dict(load_mamba(folder).named_parameters())
+    assert all(torch.equal(found[name], weight) for name, weight in theirs.items() if name in found)
+    (folder / "pytorch_model.bin").write_bytes(b"no weights")
+    with pytest.raises(BadModel, match="is not a file of tensors and numbers alone"):
         load_mamba(folder)
 
 

@@ -13,7 +13,7 @@ from layerscope.modes.quamba.calibration import Scales
 from layerscope.modes.quamba.fast import FAST
 from layerscope.modes.quamba.int8 import Codes, quantise
 from layerscope.modes.quamba.plain import PLAIN
-from layerscope.modes.quamba.stages import Convolution, GridScan, Int8Scan, Projection
+from layerscope.modes.quamba.stages import Convolution, FloatScan, Int8Scan, Projection
 
 SCALES = Scales(in_proj=0.02, conv1d=0.02, u=0.03, dt_proj=0.02, delta=0.004, B=0.02, C=0.05, out_proj=0.02)
 BOTH = pytest.mark.parametrize("arithmetic", [FAST, PLAIN], ids=lambda one: one.name)
@@ -48,12 +48,15 @@ def test_what_a_projection_gives_is_requantised_to_the_integers_of_the_oracle_ti
     np.testing.assert_array_equal(found, np.clip(nearest, -127, 127))
 
 
-def test_without_a_scale_each_token_gets_its_own_whatever_else_is_in_the_batch():
-    stage = Projection(nn.Linear(40, 12), scale=None, arithmetic=FAST)
-    x = torch.randn(2, 9, 40)
-    alone = torch.stack([torch.stack([stage(token[None])[0] for token in sample]) for sample in x])
-    louder = torch.cat((x, 1000 * x))
-    assert torch.equal(stage(louder)[:2], alone)
+@BOTH
+def test_a_convolution_without_a_scale_puts_the_largest_of_its_input_on_the_last_code(arithmetic):
+    conv, x = _conv(), torch.randn(2, 30, 10)
+    stage = Convolution(conv, scale=None, out=0.01, gives="floats", arithmetic=arithmetic)
+    step = np.float32(x.abs().max()) / np.float32(127)
+    sums = convolution(torch.from_numpy(grid(x, step)), stage.weight)
+    floats = sums * float(step) * stage.weight_scale.double().numpy() + conv.bias.detach().double().numpy()
+    np.testing.assert_allclose(stage(x).detach().numpy(), floats / (1 + np.exp(-floats)), rtol=1e-5, atol=1e-6)
+    assert stage(torch.zeros(1, 5, 10)).isfinite().all()
 
 
 @BOTH
@@ -108,10 +111,14 @@ def test_the_int8_scan_agrees_with_float64_on_the_codes_of_its_inputs(arithmetic
     assert (found - exact).norm() > 1e-3 * exact.norm()  # rounding shows: this was not the float scan
 
 
-def test_the_grid_scan_agrees_with_the_int8_scan_to_float_rounding():
-    given = _scanned()
-    on_grid, in_int8 = GridScan(SCALES)(*given), Int8Scan(SCALES, arithmetic=FAST)(*given)
-    assert (on_grid - in_int8).norm() <= 1e-6 * in_int8.norm()
+def test_the_float_scan_takes_u_as_it_comes_and_rounds_delta_b_and_c():
+    u, *others = _scanned()
+    on_grid = torch.from_numpy(grid(u, SCALES.u)).float() * SCALES.u
+    in_int8 = Int8Scan(SCALES, arithmetic=FAST)(u, *others)
+    assert (FloatScan(SCALES)(on_grid, *others) - in_int8).norm() <= 1e-6 * in_int8.norm()
+    assert (FloatScan(SCALES)(u, *others) - in_int8).norm() > 1e-4 * in_int8.norm()
+    exact = selective_scan(u, *others)
+    assert (FloatScan(SCALES)(u, *others) - exact).norm() > 1e-4 * exact.norm()
 
 
 def test_each_stage_says_what_is_int8():
@@ -119,7 +126,6 @@ def test_each_stage_says_what_is_int8():
     assert repr(Projection(linear, scale=0.02, arithmetic=FAST)) == (
         "Projection(40 -> 12, INT8 weight, INT8 input (scale 0.02), int32 sums (fast))"
     )
-    assert "(scale dynamic per token)" in repr(Projection(linear, scale=None, arithmetic=FAST))
     said = repr(Convolution(conv, scale=0.02, out=0.01, gives="codes", arithmetic=PLAIN))
     assert said == (
         "Convolution(10, kernel=4, INT8 weight, INT8 input (scale 0.02), int32 sums (plain), INT8 output (scale 0.01))"
@@ -129,7 +135,9 @@ def test_each_stage_says_what_is_int8():
     assert repr(Int8Scan(SCALES, arithmetic=FAST)) == (
         "Int8Scan(INT8 u, delta, B, C (scales 0.03, 0.004, 0.02, 0.05), float32 state (fast))"
     )
-    assert repr(GridScan(SCALES)).startswith("GridScan(float u, delta, B, C on the INT8 grid (scales 0.03")
+    floats = repr(Convolution(conv, scale=None, out=0.01, gives="floats", arithmetic=FAST))
+    assert "INT8 input (scale of the tensor), int32 sums (fast), float output)" in floats
+    assert repr(FloatScan(SCALES)) == "FloatScan(float u; delta, B, C on the INT8 grid (scales 0.004, 0.02, 0.05))"
 
 
 def _conv(*, bias: bool = True) -> CausalConv:
