@@ -217,7 +217,7 @@ def _summary(comparison: Comparison) -> Iterator[Part]:
     yield Heading(f"SUMMARY TABLE - All Modes vs {comparison.reference}")
     yield Table.of("summary", columns, (_summary_cells(against, ends) for against in comparison), audience="page")
     for alike in _alike(comparison):
-        yield Sentence(f"{' = '.join(alike)} bit-identical: no measure of any row tells them apart", "quiet")
+        yield Sentence(f"{' = '.join(alike)} alike: no measure of any row tells them apart", "quiet")
 
 
 def _alike(comparison: Comparison) -> list[list[str]]:

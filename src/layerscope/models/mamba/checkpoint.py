@@ -108,7 +108,12 @@ def _state_spaces(told: dict[str, Any], folder: Path) -> MambaConfig:
     sizes = {k: v for k, v in (told.get("ssm_cfg") or {}).items() if k != "layer"}
     known = {"d_state": "state_size", "d_conv": "conv_kernel", "expand": "expand", "dt_rank": "time_step_rank"}
     known |= {"bias": "use_bias", "conv_bias": "use_conv_bias"}
-    ignored = {"dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path", "use_had_transform"}
+    ignored = {"dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path"}
+    if sizes.pop("use_had_transform", False):
+        raise BadModel(
+            f"{place!r} has Hadamard transforms fused into its weights (use_had_transform), which layerscope does not "
+            "compute; give the float checkpoint it was made of, or one made without them."
+        )
     if unknown := [key for key in sizes if key not in known and key not in ignored]:
         raise BadModel(f"{place!r} has {unknown[0]} in its ssm_cfg, which layerscope does not compute.")
     words, multiple = told.get("vocab_size"), told.get("pad_vocab_size_multiple", 1)
