@@ -86,6 +86,7 @@ def test_fused_hadamard_transforms_are_named_and_refused(tmp_path):
     [
         ({"ssm_cfg": {"layer": "Mamba2"}}, "layers of the kind 'Mamba2'"),
         ({"ssm_cfg": {"layer": "W4A8QMamba"}}, "layers of the kind 'W4A8QMamba'"),
+        ({"ssm_cfg": {"layer": "W8A8QMamba", "use_had_transform": True}}, "Hadamard transforms fused into its weights"),
         ({"rms_norm": False}, "LayerNorm in the place of RMSNorm"),
         ({"attn_layer_idx": [1]}, "attention layers"),
         ({"embedding_cfg": {"layer": "W8O16Embedding"}}, "embedding_cfg 'W8O16Embedding'"),

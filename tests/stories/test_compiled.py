@@ -301,7 +301,7 @@ def script(tmp_path, capsys, monkeypatch):
 
 
 def test_the_two_scripts_write_the_same_files_and_compare_finds_them_equal(script, tmp_path):
-    code, out, _ = script("test_layer_by_layer", "--model", "tiny-transformer")
+    code, out, _ = script("test_layer_by_layer_v2", "--model", "tiny-transformer")
     assert code == 0
     assert "test_layers/full_model: 9 hidden states" in out
     assert re.search(r"middle layer +layer_4 +\[1, 85, 64\]  mean ", out)

@@ -240,7 +240,8 @@ def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     for role, run in (("the reference", plan.left.run), ("the candidate", plan.right.run)):
         yield from (f"{role}: {note}" for note in getattr(run, "notes", ()))
         if effect := run.manifest.settings.get("observer_effect"):
-            yield f"{role} was recorded in {run.manifest.runtime}: {effect}"
+            where = f" in {run.manifest.runtime}" if run.manifest.runtime else ""
+            yield f"{role} was recorded{where}: {effect}"
         if run.layout == "layerscope" and not run.complete:
             yield f"{role} is {_incomplete(run)}; what is not there was not compared"
     seen = [run.manifest.settings.get("inputs") for run in (plan.left.run, plan.right.run)]

@@ -32,8 +32,8 @@ _log = logging.getLogger("layerscope")
 class Gathered:
     """The captures of the epoch under way, and which of them are not saved yet; a recording's listener.
 
-    `begins` is asked before each forward, and gives the reason why it does not count, None when it does. `samples` are
-    those of the batch under way, where somebody knows them.
+    `begins` is asked before each forward, and gives the reason why it does not count, None when it does. `keeps`, where
+    there is one, is asked of each output. `samples` are those of the batch under way, where somebody knows them.
     """
 
     def __init__(
@@ -44,11 +44,13 @@ class Gathered:
         room: int,
         begins: Callable[[], str | None],
         losses: Losses,
+        keeps: Callable[[object], bool] | None = None,
     ) -> None:
         self.samples: tuple[int, ...] | None = None
         self._choices = choices
         self._begins = begins
         self._losses = losses
+        self._keeps = keeps
         self._room = room
         self._held = 0
         self._arena = Arena()
@@ -83,6 +85,9 @@ class Gathered:
         """Take down an output whose tensors have been seen, with its structure, for each layer that is due."""
         leaves, self._local.leaves = self._leaves(), {}
         assert moment.epoch is not None
+        if self._keeps is not None and not self._keeps(value):
+            _log.debug("%s is skipped at %s: _custom_condition says no", point.name, moment)
+            return
         try:
             tree = rebuilt(value, lambda leaf, _: leaves[leaf])
         except KeyError as leaf:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 import torch
 
@@ -68,7 +68,6 @@ class Driver(Protocol):
         """Hear that the epoch, or else the batch, has been set."""
 
 
-@final
 class Monitor:
     """Captures the outputs of layers, hands them out as copies, and saves them as numbered items.
 
@@ -77,6 +76,9 @@ class Monitor:
     the batches of `batch_indices`, an `epoch_full` layer in every batch of those epochs. `when` is a schedule on top of
     both. At most `budget` bytes are held in memory, half of them waiting for the disk: what does not fit is read back
     from the run. `format` is that of the saved items.
+
+    A subclass may have a method `_custom_condition(output)`: outputs of which it says False are not captured; the run
+    in `output_dir` has them. What raises in it is said, and the output is not captured.
 
     Nothing here stops a training run: what cannot be kept or saved is said in the log `layerscope`, which at DEBUG
     tells each capture, and each skip with its reason.
@@ -96,6 +98,7 @@ class Monitor:
     ) -> None:
         """Put the hooks in place; raises ValueError for what cannot be asked, OSError for a folder that is no good."""
         _check_format(format)
+        _refuse_hooks(type(self))
         self.model = model
         self.layers = layers_of(model, layers_to_monitor)
         self.epochs_to_record = whole_numbers("epochs_to_record", epochs_to_record)
@@ -110,7 +113,10 @@ class Monitor:
         self._pid = os.getpid()
         self._losses = Losses(str(self.output_dir))
         room = budget // 2
-        self._gathered = Gathered(self.layers, choices, room=room, begins=self._begins, losses=self._losses)
+        keeps = getattr(self, "_custom_condition", None)
+        self._gathered = Gathered(
+            self.layers, choices, room=room, begins=self._begins, losses=self._losses, keeps=keeps
+        )
         self._recording, path = self._begun(choices, budget=budget - room)
         self._stored = Stored(self._recording, path, self._losses)
         folder = self.output_dir / rank_folder(ranks.rank()) if ranks.rank() else self.output_dir
@@ -214,6 +220,16 @@ class Monitor:
     def get_epoch_data(self, layers: Words = None) -> dict[str, dict[str, Any]]:
         """Return what was captured of `epoch_full` layers, in the form of `get_single_data`."""
         return self._given("epoch_full", layers)
+
+    @property
+    def single_data(self) -> dict[str, dict[str, Any]]:
+        """What `get_single_data` returns of all layers."""
+        return self.get_single_data()
+
+    @property
+    def epoch_data(self) -> dict[str, dict[str, Any]]:
+        """What `get_epoch_data` returns of all layers."""
+        return self.get_epoch_data()
 
     def get_single_outputs(self) -> dict[str, list[Any]]:
         """Return the outputs of each `single` layer, in the order they came."""
@@ -405,6 +421,14 @@ class Monitor:
             why = f"output_dir cannot be written ({error.strerror or error}); give another"
             raise OSError(error.errno, why, str(self.output_dir)) from error
         raise FileExistsError(f"{self.output_dir} holds {_MOST_RUNS} runs; give another output_dir.")
+
+
+def _refuse_hooks(kind: type) -> None:
+    if hasattr(kind, "_hook_fn"):
+        raise TypeError(
+            f"{kind.__name__} has a _hook_fn of its own, and the Monitor's hooks are not made by one: it would never "
+            "be called. Write a method _custom_condition(self, output) that says what to capture, or use when=."
+        )
 
 
 def _refuse_none(word: str, number: int | None) -> None:

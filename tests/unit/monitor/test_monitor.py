@@ -784,3 +784,35 @@ def test_training_is_the_same_to_the_last_bit_with_and_without(tmp_path):
     assert all(a.equal(b) for a, b in zip(plain[1], watched[1], strict=True))
     assert plain[2].equal(watched[2])
     assert len(list(tmp_path.glob("epoch_*.pt"))) == 20
+
+
+# Subclasses --------------------------------------------------------------------------------------
+
+
+class Large(Monitor):
+    """Captures outputs that are larger than one somewhere."""
+
+    def _custom_condition(self, output):
+        return bool((output > 1).any())
+
+
+def test_a_condition_of_a_subclass_says_which_outputs_are_captured(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Identity())
+    with Large(model, ["0"], [1], tmp_path, batch_indices=[0, 1]) as monitor:
+        monitor.set_epoch(1)
+        for batch, value in enumerate((0.5, 2.0)):
+            monitor.set_batch_idx(batch)
+            model(torch.full((3,), value))
+        assert list(monitor.single_data["0"]["data"]) == [(1, 1)]
+        assert monitor.single_data["0"]["data"][1, 1].tolist() == [2.0] * 3
+        assert monitor.epoch_data == {}
+        assert len(list(monitor.run.records())) == 2  # the run has them all
+
+
+def test_a_hook_function_of_a_subclass_is_refused_because_nobody_would_call_it(tmp_path):
+    class Own(Monitor):
+        def _hook_fn(self, layer_name):
+            return lambda module, args, output: None
+
+    with pytest.raises(TypeError, match=r"Own has a _hook_fn of its own.*_custom_condition\(self, output\)"):
+        Own(torch.nn.Sequential(torch.nn.Identity()), ["0"], [1], tmp_path)
