@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import google_crc32c
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +17,7 @@ from layerscope.errors import NewerFormat
 from layerscope.points import Moment, Point
 from layerscope.store import Blob, Manifest, MemoryRun, Writer, open_run, strictjson
 from layerscope.store.address import is_journal, rank_of, segment_of
-from layerscope.store.checksum import crc32c, crc32c_numpy
+from layerscope.store.checksum import crc32c
 from layerscope.store.dtypes import STORED
 from layerscope.store.journal import lines, record_line
 
@@ -173,7 +172,6 @@ def test_a_checksum_goes_on_where_another_stopped(data, cut):
     cut = min(cut, len(data))
     value = google_crc32c.value(data)
     assert crc32c(data[cut:], crc32c(data[:cut])) == value
-    assert crc32c_numpy(data[cut:], crc32c_numpy(data[:cut])) == value
 
 
 @MANY
@@ -205,10 +203,3 @@ def test_any_bytes_can_be_read_as_a_journal(raw):
         assert all(line.record is None for line in lines(raw))
     except NewerFormat:
         raise AssertionError("random bytes were taken for a journal of the future") from None
-
-
-@FEW
-@given(st.integers(0, 2**32 - 1), st.integers(1, 200_000))
-def test_numpy_and_google_agree_at_any_size(seed, size):
-    data = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-    assert crc32c_numpy(data) == google_crc32c.value(data.tobytes())

@@ -16,7 +16,7 @@ from typing import NamedTuple, final
 
 from layerscope.points import Moment
 from layerscope.store.address import SEALED
-from layerscope.store.checksum import Alongside, Bytes
+from layerscope.store.checksum import Bytes
 from layerscope.store.dtypes import nbytes
 from layerscope.store.journal import Journal, opening_line, record_line
 from layerscope.store.segment import Placed, Segment
@@ -64,7 +64,6 @@ class Appender:
         self._rank = rank
         self._number = segment
         self._segment: Segment | None = None
-        self._summing = Alongside()
         self._since_seal = 0
         self._limits = limits
         self._lined = lined
@@ -95,7 +94,7 @@ class Appender:
         try:
             if dtype is not None and data is not None:
                 segment = self._with_room(dtype, shape)
-                placed = segment.write(data, beside=self._summing, tick=tick)
+                placed = segment.write(data, tick=tick)
             line = record_line(self.record, point, moment, dtype=dtype, shape=shape, placed=placed, rest=rest)
             self._journal.append(line)
         except OSError:
@@ -146,7 +145,6 @@ class Appender:
             self.seal()
         finally:
             self._journal.close()
-            self._summing.close()
 
     def disown(self) -> None:
         """Close the files as they are, in a forked child: the parent goes on writing them, and keeps the lock."""

@@ -21,7 +21,7 @@ from typing import NamedTuple, final
 from layerscope.points import Moment
 from layerscope.store.address import PARTIAL, SEALED, sync_directory
 from layerscope.store.address import segment as segment_name
-from layerscope.store.checksum import Alongside, Bytes, crc32c
+from layerscope.store.checksum import Bytes, crc32c
 from layerscope.store.dtypes import stored
 from layerscope.store.manifest import FORMAT, VERSION
 
@@ -122,18 +122,15 @@ class Segment:
         text = entry(10**9, dtype, shape, offset=self.end, length=length)
         return len(text) + 1 <= self._room
 
-    def write(self, data: Bytes, *, beside: Alongside | None = None, tick: Callable[[], None] = lambda: None) -> Placed:
-        """Write a tensor's bytes behind the last, summing them the while; `tick` is called as the disk takes them."""
-        checksum = beside.of(data) if beside is not None else lambda: crc32c(data)
-        at = self.end
-        try:
-            for start in range(0, data.size, _PIECE):
-                piece = data[start : start + _PIECE]
-                _pwrite(self.fd, piece.data, at)
-                at += piece.size
-                tick()
-        finally:
-            value = checksum()
+    def write(self, data: Bytes, *, tick: Callable[[], None] = lambda: None) -> Placed:
+        """Write a tensor's bytes behind the last, summing each piece; `tick` is called as the disk takes them."""
+        at, value = self.end, 0
+        for start in range(0, data.size, _PIECE):
+            piece = data[start : start + _PIECE]
+            value = crc32c(piece, value)
+            _pwrite(self.fd, piece.data, at)
+            at += piece.size
+            tick()
         return Placed(self.number, self.end, data.size, value)
 
     def keep(
