@@ -127,8 +127,6 @@ class Writer:
         except BaseException:
             self._home.undo(self._appender)
             raise
-        import torch  # noqa: F401  # the thread needs it: its import, on a slow disk, is no time without progress
-
         _watch()
         _LIVE.add(self)
         self._thread = threading.Thread(target=self._run, name="layerscope-writer", daemon=True)

@@ -107,7 +107,7 @@ def test_runs_of_both_align_layer_by_layer(theirs):
             model(IDS)
         runs.append(rec.run)
     result = compare(*runs)
-    assert result.verdict.word == "noise"
+    assert result.verdict.word in ("same", "noise")  # some processors round both alike to the last bit
     assert {row.kind for row in result.rows} <= {"same", "noise"}
     assert {"model.layers.2:output", "model.layers.2.mlp.gate:output[0]", "lm_head:output"} <= {
         str(row.point) for row in result.rows

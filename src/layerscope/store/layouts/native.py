@@ -67,6 +67,8 @@ def write(job: Job) -> None:
 
 def _fill(job: Job, target: Address, entries: list[Entry]) -> None:
     """Write the records, each rank's into its own folder."""
+    import torch  # noqa: F401  # before the writer's thread needs it: on a slow disk that takes a while
+
     source, was = job.source.manifest, job.source.manifest.completeness
     origin = {"converted_from": {"address": job.source.address, "layout": job.source.layout}}
     manifest = replace(source, mode=job.mode, settings=source.settings | origin, completeness=Completeness())
