@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,3 +38,14 @@ def test_an_address_is_read_as_the_item_that_lies_there(dtype):
 
 def test_a_tensor_without_items_has_an_address_too():
     assert launching._lying(torch.empty(0).data_ptr(), torch.float32).numel() == 1
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"global_scratch_size": 64, "profile_scratch_size": 0}, {"global_scratch_size": 0, "profile_scratch_size": 8}, {}],
+    ids=["memory", "a profile", "a version that does not say"],
+)
+def test_a_kernel_that_wants_scratch_memory_is_refused(sizes):
+    with pytest.raises(RuntimeError, match="sweep needs scratch memory"):
+        launching._refuse_scratch(SimpleNamespace(name="sweep", **sizes))
+    launching._refuse_scratch(SimpleNamespace(name="sweep", global_scratch_size=0, profile_scratch_size=0))
