@@ -1,4 +1,4 @@
-"""A process that records ends as it would without, however it ends; tests/runtimes/test_cuda.py asks the same of a GPU."""
+"""A process that records ends as it would without, however it ends (on a GPU: tests/runtimes/test_cuda.py)."""
 
 from __future__ import annotations
 
