@@ -56,9 +56,7 @@ STREAM = Clock(mark_of_stream, between_marks)
 class Case(NamedTuple):
     """A step to be timed, by which clock, and how many laps of how many turns of how many steps.
 
-    Recorded steps come before each lap, untimed. A device that was at rest is faster for a while, and then slower. And
-    small tensors are held back to the end of a step once that was tried, up to 20 MB of them in a step: the inputs and
-    outputs of 1 x 512 tokens are 700 MB.
+    Recorded steps come before each lap, untimed: a device that was at rest is faster for a while, and then slower.
     """
 
     name: str

@@ -263,11 +263,6 @@ class Lane:
             self._origins[raw] = known
         return known
 
-    def room(self, size: int) -> Room | None:
-        """Return page-locked memory that the device can read, if there is any free."""
-        with self._lock:
-            return None if self.pinned is None else self.pinned.room(size)
-
     def _fly_beside(self, arrival: Arrival, tensor: torch.Tensor, room: Room, size: int, raw: int) -> None:
         """Copy a clone on the side stream, while the model goes on."""
         if self._held + size > self._most:

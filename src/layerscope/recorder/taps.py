@@ -17,11 +17,10 @@ from layerscope.schedules import ALWAYS, Schedule
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Keep", "Level", "Only", "Plan", "Request", "Tap", "Wish", "plan", "schedule_of", "taps_of"]
+__all__ = ["Keep", "Level", "Plan", "Request", "Tap", "Wish", "plan", "schedule_of", "taps_of"]
 
 Level = Literal["full", "moments"]
 Keep = Literal["tensor", "summary", "both"]
-Only = Literal["tensor", "full", "moments"]  # one thing of a tensor, and nothing else
 
 
 @dataclass(frozen=True)

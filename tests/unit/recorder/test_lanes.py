@@ -176,7 +176,7 @@ def test_each_device_has_streams_memory_and_a_thread_of_its_own(device, monkeypa
     one.prepare()
     assert one.pinned.total == 2 * CHUNK
     assert other.pinned.total == 0
-    assert other.room(100) is None  # what is free for one is not for the other
+    assert other.pinned.room(100) is None  # what is free for one is not for the other
 
 
 def test_a_tensor_leaves_with_its_own_device_current_whichever_was(ready, monkeypatch):
