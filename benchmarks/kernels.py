@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.pairing import judged
-from layerscope.diagnose.nearness import near
+from layerscope.diagnose.judge.nearness import near
 from layerscope.stats.device import Slots
 
 BYTES = 268_435_456

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import machine
-from layerscope.stats import backend, fallback, fingerprint, measure, prepare, summarize
+from layerscope.stats import backend, fingerprint, numpy_engine, prepare, summarize, sweeps
 from layerscope.stats.engine import engine
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int8", "int32", "int64", "bool", "complex64")
@@ -65,8 +65,8 @@ def speeds(dtype: str) -> list[float]:
         each(lambda tensor: summarize(tensor, level="moments")),
         each(summarize),
         each(fingerprint),
-        each(lambda tensor: summarize(tensor, level="moments"), fallback),
-        each(summarize, fallback),
+        each(lambda tensor: summarize(tensor, level="moments"), numpy_engine),
+        each(summarize, numpy_engine),
     ]
     seconds = interleaved(jobs)
     using(fast)
@@ -76,7 +76,7 @@ def speeds(dtype: str) -> list[float]:
 
 def using(counting: object) -> None:
     """Make `summarize` count with one engine or the other."""
-    measure.engine = lambda: counting  # type: ignore[assignment, return-value]
+    sweeps.engine = lambda: counting  # type: ignore[assignment, return-value]
 
 
 def interleaved(jobs: list[Callable[[], object]]) -> list[float]:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from layerscope.diagnose import measuring, nearness
+from layerscope.diagnose.judge import measuring, nearness
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where it plays the device's arithmetic
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels.laws import assert_like_the_cpu, values
 from layerscope.recorder import cargo, devices, lanes
 from layerscope.recorder.taps import Wish
+from layerscope.stats import summarize
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here to test with")
 
@@ -72,20 +73,26 @@ def statistics_of(*first, level):
     return statistics
 
 
-def staged(tensors, level):
+def staged(tensors, level, axis=None):
     """Tensors as they lie in a staging buffer."""
-    wish = Wish(summary=True, level=level)
+    wish = Wish(summary=True, level=level, axis=axis)
     return [
         SimpleNamespace(
-            address=x.data_ptr(), count=x.numel(), dtype=x.dtype, shape=x.shape, wish=wish, values=x, later=None
+            address=x.data_ptr(),
+            device=SimpleNamespace(index=PLACE),
+            dtype=x.dtype,
+            shape=x.shape,
+            wish=wish,
+            values=x,
+            later=None,
         )
         for x in tensors
     ]
 
 
-def together(statistics, tensors, level):
+def together(statistics, tensors, level, axis=None):
     """What is taken of tensors all at once."""
-    held = staged(tensors, level)
+    held = staged(tensors, level, axis)
     statistics.start_all(held)
     return [one.later for one in held]
 
@@ -100,6 +107,33 @@ def test_tensors_are_started_one_by_one_and_together_and_give_the_numbers_of_the
         one.leave()
         assert_like_the_cpu(one(), tensor, level=level)
         assert_like_the_cpu(other(), tensor, level=level)
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_channels_of_many_tensors_are_counted_together_and_each_gets_its_own(host, axis):
+    tensors = [values(dtype, 9 * n).view(9, n) for dtype in (torch.bfloat16, torch.int32) for n in (3, 40, 200)]
+    statistics = statistics_of(tensors[0], tensors[3], level="full")
+    launches, start = [], devices.Statistics._channels.fget(statistics).start
+    statistics._launches.start = lambda dtype, laid: launches.append(dtype) or start(dtype, laid)
+    for later, tensor in zip(together(statistics, tensors, "full", axis), tensors, strict=True):
+        later.leave()
+        assert later.has_arrived
+        assert_like_the_cpu(later(), tensor)
+        expected = summarize(tensor, channels=axis).channels
+        assert later().channels.axis == axis
+        np.testing.assert_allclose(later().channels.table, expected.table, rtol=1e-12)
+    assert launches == [torch.bfloat16, torch.int32]
+
+
+def test_channels_that_cannot_be_counted_on_the_device_are_counted_on_the_host(host, monkeypatch, caplog):
+    x = values(torch.float32, 300).view(30, 10)
+    statistics = statistics_of(x, level="full")
+    monkeypatch.setattr(
+        "layerscope.stats.device.ChannelSums.start", lambda *a: (_ for _ in ()).throw(RuntimeError("no ptxas"))
+    )
+    [later] = together(statistics, [x], "full", -1)
+    assert later().channels == summarize(x, channels=-1).channels
+    assert "no ptxas" in caplog.text
 
 
 def test_what_does_not_lie_plainly_is_not_started_the_quick_way(host):

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from layerscope.stats import Sketch, Summary, fallback, fingerprint, kernels, summarize
+from layerscope.stats import Sketch, Summary, fingerprint, numba_engine, numpy_engine, summarize
 
 modest = settings(max_examples=120, deadline=None)
 
@@ -56,6 +56,22 @@ def test_merging_is_commutative_to_the_bit(x, y):
 def test_merging_is_associative(x, y, z):
     a, b, c = summarize(x), summarize(y), summarize(z)
     assert_same((a + b) + c, a + (b + c))
+
+
+@modest
+@given(
+    hnp.arrays(np.float32, st.tuples(st.integers(0, 9), st.just(5)), elements=st.floats(width=32)), st.integers(0, 9)
+)
+def test_channels_of_the_parts_add_up_to_those_of_the_whole_in_any_order(x, at):
+    one, two = (summarize(part, channels=-1).channels for part in (x[:at], x[at:]))
+    both = summarize(x, channels=-1).channels
+    assert one + two == two + one
+    np.testing.assert_array_equal((one + two).table[:2], both.table[:2])
+    exact = np.where(np.isfinite(x), x, 0).astype(np.float64)
+    for power in (1, 2, 3, 4):
+        slack = 1e-14 * (np.abs(exact) ** power).sum(axis=0)
+        for found in (one + two, both):
+            assert (np.abs(found.table[1 + power] - (exact**power).sum(axis=0)) <= slack).all()
 
 
 @modest
@@ -114,6 +130,7 @@ def test_a_sketch_is_the_sum_of_the_sketches_of_its_values(values):
         one_by_one = one_by_one + Sketch.of(np.array([value]))
     assert one_by_one == Sketch.of(values)
     assert Sketch.parse(str(one_by_one)) == one_by_one
+    assert Sketch.from_bytes(one_by_one.to_bytes()) == one_by_one
 
 
 @modest
@@ -133,7 +150,7 @@ def test_a_changed_bit_changes_both_fingerprints(x, data):
 @given(st.integers(1, 5000), st.integers(0, 10_000), st.sampled_from(["u1", "u2", "u4", "u8"]))
 def test_both_engines_fingerprint_alike_from_any_position(size, start, kind):
     words = np.random.default_rng(size).integers(0, 256, size).astype(kind)
-    assert kernels.prints(words, start) == fallback.prints(words, start)
+    assert numba_engine.fingerprints(words, start) == numpy_engine.fingerprints(words, start)
     cut = size // 3
-    parts = [kernels.prints(words[:cut], start), kernels.prints(words[cut:], start + cut)]
-    assert tuple(sum(part) % 2**64 for part in zip(*parts, strict=True)) == kernels.prints(words, start)
+    parts = [numba_engine.fingerprints(words[:cut], start), numba_engine.fingerprints(words[cut:], start + cut)]
+    assert tuple(sum(part) % 2**64 for part in zip(*parts, strict=True)) == numba_engine.fingerprints(words, start)

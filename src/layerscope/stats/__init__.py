@@ -8,19 +8,21 @@ Importing this imports neither torch nor numba.
 
 from __future__ import annotations
 
+from layerscope.stats.channels import Channels
 from layerscope.stats.engine import backend
-from layerscope.stats.measure import Later, fingerprint, prepare, summarize
-from layerscope.stats.sketch import Histogram, Sketch
+from layerscope.stats.sketch import Histogram, Sketch, quantiles
 from layerscope.stats.summary import PERCENTILES, Summary
+from layerscope.stats.sweeps import fingerprint, prepare, summarize
 
 __all__ = [
     "PERCENTILES",
+    "Channels",
     "Histogram",
-    "Later",
     "Sketch",
     "Summary",
     "backend",
     "fingerprint",
     "prepare",
+    "quantiles",
     "summarize",
 ]

@@ -1,4 +1,4 @@
-"""Which code does the counting: `kernels` (numba) where it works, else `fallback` (numpy), with the same verbs.
+"""Which code does the counting: `numba_engine` where it works, else `numpy_engine`, with the same verbs.
 
     backend()        # "numba", or "numpy (numba is not installed)"
 
@@ -7,15 +7,14 @@ The choice is made once per process, on first use, and only if both agree on a f
 
 from __future__ import annotations
 
-import struct
 from functools import cache
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from layerscope.stats.bits import FIRST, Array
+from layerscope.stats.tensor_views import Array
 
-__all__ = ["NOTHING", "Engine", "Sweep", "Taken", "backend", "engine", "joined", "row"]
+__all__ = ["NOTHING", "Engine", "Sweep", "backend", "engine", "joined"]
 
 
 class Sweep(NamedTuple):
@@ -62,37 +61,19 @@ def joined(a: Sweep, b: Sweep) -> Sweep:
     )
 
 
-# What a pass over a whole tensor has left in memory: where its row is, and the occupied buckets. A bare tuple, because
-# it is made in a hook; `row` reads it.
-Taken: TypeAlias = tuple[Array, int, Array | None, Array | None]
-
-_SWEEP = struct.Struct("=3dq2Q4q2Q")  # the fields of Sweep
-_FIRST = {
-    "float32": struct.Struct(f"={FIRST}f"), "float64": struct.Struct(f"={FIRST}d"),
-    "bfloat16": struct.Struct(f"={FIRST}H"), "float16": struct.Struct(f"={FIRST}e"),
-}  # fmt: skip
-
-
-def row(dtype: str, memory: Array, start: int, *, count: int) -> tuple[Sweep, tuple[float, ...]]:
-    """Read a row: the sweep, and the tensor's first values."""
-    swept = Sweep._make(_SWEEP.unpack_from(memory.data, start))
-    first = _FIRST[dtype].unpack_from(memory.data, start + _SWEEP.size)[:count]
-    if dtype == "bfloat16":  # the upper half of a float32
-        first = struct.unpack(f"={len(first)}f", struct.pack(f"={len(first)}I", *(code << 16 for code in first)))
-    return swept, first
-
-
 class Engine(Protocol):
-    """The verbs of `kernels` and `fallback`; items are contiguous and held as `bits.ITEMS` says."""
+    """The verbs of `numba_engine` and `numpy_engine`; items are contiguous and held as `tensor_views.ITEMS` says."""
 
     def moments(self, items: Array) -> Sweep: ...  # noqa: D102
     def careful(self, items: Array, centre: float) -> Sweep: ...  # noqa: D102
     def full(self, items: Array, start: int, tables: Array) -> Sweep: ...  # noqa: D102
-    def prints(self, words: Array, start: int) -> tuple[int, int]: ...  # noqa: D102
+    def fingerprints(self, words: Array, start: int) -> tuple[int, int]: ...  # noqa: D102
     def tally(self, items: Array) -> Array: ...  # noqa: D102
+    def channels(  # noqa: D102
+        self, values: Array, start: int, width: int, inner: int, table: Array, *, clean: bool
+    ) -> None: ...
     def tables(self, *, wide: bool) -> Array: ...  # noqa: D102
     def drain(self, tables: Array, swept: Sweep, *, finite: int, wide: bool) -> tuple[Array, Array]: ...  # noqa: D102
-    def whole(self, dtype: str, address: int, size: int, *, full: bool) -> Taken | None: ...  # noqa: D102
 
 
 def engine() -> Engine:
@@ -107,16 +88,16 @@ def backend() -> str:
 
 @cache
 def _chosen() -> tuple[Engine, str]:
-    from layerscope.stats import fallback
+    from layerscope.stats import numpy_engine
 
-    slow = cast(Engine, fallback)
+    slow = cast(Engine, numpy_engine)
     try:
-        from layerscope.stats import kernels
+        from layerscope.stats import numba_engine
     except ImportError:
         return slow, "numpy (numba is not installed)"
     except Exception as error:  # a numba that does not fit this numpy, Python or machine
         return slow, f"numpy (numba failed: {_sentence(error)})"
-    fast = cast(Engine, kernels)
+    fast = cast(Engine, numba_engine)
     try:
         works = _answer(fast) == _answer(slow)
     except Exception as error:
@@ -124,16 +105,13 @@ def _chosen() -> tuple[Engine, str]:
     return (fast, "numba") if works else (slow, "numpy (numba gave other numbers)")
 
 
-def _answer(counting: Engine) -> tuple[Sweep, list[int], list[int], Sweep]:
+def _answer(counting: Engine) -> tuple[Sweep, list[int], list[int]]:
     """Sweep a few numbers whose sums have no rounding: every engine must agree on them to the bit."""
     items = np.array([1.0, -2.5, 0.0, 0.5, np.inf, 3.0, 1.0, 1.0, np.nan, 64.0], np.float32)
     tables = counting.tables(wide=False)
     swept = counting.full(items, 1020, tables)
     keys, counts = counting.drain(tables, swept, finite=8, wide=False)
-    taken = counting.whole("float32", items.ctypes.data, items.size, full=True)
-    if taken is None:
-        return swept, keys.tolist(), counts.tolist(), counting.full(items, 0, counting.tables(wide=False))
-    return swept, keys.tolist(), counts.tolist(), row("float32", taken[0], taken[1], count=items.size)[0]
+    return swept, keys.tolist(), counts.tolist()
 
 
 def _sentence(error: Exception) -> str:

@@ -14,6 +14,7 @@ import base64
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from layerscope.errors import BadText
-from layerscope.stats.bits import Array
+from layerscope.stats.tensor_views import Array
 
-__all__ = ["LOWEST", "STEPS", "Histogram", "Sketch", "buckets"]
+__all__ = ["LOWEST", "STEPS", "Histogram", "Sketch", "buckets", "quantiles"]
 
 STEPS = 64  # buckets between one power of two and the next
 LOWEST = -126  # magnitudes below 2**LOWEST count as zero
@@ -134,34 +135,83 @@ class Sketch:
         lower = [_edge(bin - 1 + floor, parts) if bin > 0 else -_edge(-bin + floor, parts) for bin in at]
         return Histogram(tuple(lower), tuple(counts.tolist()))
 
-    # Text form: base64 of a deflated record, little-endian: how many buckets, how many bytes a step and a count
-    # take, the first key, the steps from key to key, the counts.
+    # Bytes: a deflated record, little-endian: how many buckets, how many bytes a step and a count take, the first key,
+    # the steps from key to key, the counts. Text: the same in base64.
 
-    def __str__(self) -> str:
+    def to_bytes(self) -> bytes:
+        """Return a compact form: a byte or two for each bucket of a layer."""
         steps, counts = (_narrowed(numbers) for numbers in (np.diff(self.keys), self.counts))
         first = int(self.keys[0]) if self.keys.size else 0
         header = _HEADER.pack(self.keys.size, steps.itemsize, counts.itemsize, first)
-        return base64.b64encode(zlib.compress(header + steps.tobytes() + counts.tobytes(), 1)).decode("ascii")
+        return zlib.compress(header + steps.tobytes() + counts.tobytes(), 1)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Sketch:
+        """Read `to_bytes` back."""
+        try:
+            return cls._unpacked(data)
+        except (ValueError, TypeError, struct.error, zlib.error) as error:
+            raise BadText(f"these bytes are not a sketch ({error}); pass what Sketch.to_bytes gave.") from None
+
+    @classmethod
+    def _unpacked(cls, packed: bytes) -> Sketch:
+        inflate = zlib.decompressobj()
+        data = inflate.decompress(packed, _LONGEST)
+        if not inflate.eof:
+            raise ValueError("it is cut off")
+        size, step, count, first = _HEADER.unpack_from(data)
+        if not size:
+            return cls(np.empty(0, np.int32), np.empty(0, np.int64))
+        steps, counts = data[_HEADER.size : -count * size], data[-count * size :]
+        keys = np.cumsum(np.r_[first, np.frombuffer(steps, f"<u{step}").astype(np.int64)])
+        read = cls(keys.astype(np.int32), np.frombuffer(counts, f"<u{count}").astype(np.int64))
+        if not read.keys.size == read.counts.size == size:
+            raise ValueError("its lists differ in length")
+        return read
+
+    def __str__(self) -> str:
+        return base64.b64encode(self.to_bytes()).decode("ascii")
 
     @classmethod
     def parse(cls, text: str) -> Sketch:
         """Read a text form back."""
         try:
-            inflate = zlib.decompressobj()
-            data = inflate.decompress(base64.b64decode(text, validate=True), _LONGEST)
-            if not inflate.eof:
-                raise ValueError("it is cut off")
-            size, step, count, first = _HEADER.unpack_from(data)
-            steps, counts = data[_HEADER.size : -count * size], data[-count * size :]
-            if not size:
-                return cls(np.empty(0, np.int32), np.empty(0, np.int64))
-            keys = np.cumsum(np.r_[first, np.frombuffer(steps, f"<u{step}").astype(np.int64)])
-            read = cls(keys.astype(np.int32), np.frombuffer(counts, f"<u{count}").astype(np.int64))
-            if not read.keys.size == read.counts.size == size:
-                raise ValueError("its lists differ in length")
+            return cls._unpacked(base64.b64decode(text, validate=True))
         except (ValueError, TypeError, struct.error, zlib.error) as error:
             raise BadText(f"{text[:40]!r} is not a sketch ({error}); pass what str(sketch) gave, unchanged.") from None
-        return read
+
+
+def quantiles(
+    qs: Sequence[float], keys: Array, counts: Array, starts: Array, sizes: Array, *, low: Array, high: Array
+) -> list[npt.NDArray[np.float64]]:
+    """Estimate quantiles of many sketches at once, each as `Sketch.quantile` does; NaN where a sketch is empty.
+
+    Sketch i is `keys[starts[i]:starts[i] + sizes[i]]` and their counts; `low` and `high` are known extremes.
+    """
+    full = np.flatnonzero(sizes)
+    results = [np.full(len(sizes), math.nan) for _ in qs]
+    if not full.size:
+        return results
+    order = full[np.argsort(starts[full], kind="stable")]
+    first, size = starts[order].astype(np.int64), sizes[order].astype(np.int64)
+    ends = np.cumsum(counts.astype(np.int64))
+    before = ends[first] - counts[first].astype(np.int64)  # how many values all sketches before it count
+    last = ends[first + size - 1] - before - 1
+
+    def at(place: Array) -> Array:
+        bucket = np.searchsorted(ends, before + place, side="right")
+        return np.clip(_middles(keys[bucket]), low[order], high[order])
+
+    for q, result in zip(qs, results, strict=True):
+        rank = q * last
+        below = np.minimum(np.floor(rank).astype(np.int64), last)
+        left, right = at(below), at(np.minimum(below + 1, last))
+        left = np.where((below == 0) & (low[order] > -math.inf), low[order], left)
+        right = np.where((below + 1 >= last) & (high[order] < math.inf), high[order], right)
+        share = rank - below
+        between = np.where(left == right, left, (1.0 - share) * left + share * right)
+        result[order] = np.where(below == last, right, between)
+    return results
 
 
 _HEADER = struct.Struct("<IBBi")

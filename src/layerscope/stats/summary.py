@@ -3,19 +3,24 @@
     both = summarize(one) + summarize(other)
     both.mean, both.percentile(95), both.has_nan
 
-This file knows what the numbers mean, how they add up and how they are written; `measure` knows how they are taken.
+This file knows what the numbers mean, how they add up and how they are written; `sweeps` knows how they are taken.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from layerscope.errors import BadText, Unsupported
+from layerscope.stats.channels import Channels
 from layerscope.stats.sketch import Histogram, Sketch
+
+if TYPE_CHECKING:
+    from layerscope.report.parts import Value
 
 __all__ = ["PERCENTILES", "Summary"]
 
@@ -30,7 +35,8 @@ class Summary:
     the norms are then 0. Complex values count by their modulus. `a + b` is what one tensor with the values of
     both would give: exactly for counts, extremes, fingerprints and sketch, to rounding for mean, std and norms;
     neither order nor grouping matters. What tensors do not share is not kept: `first` is then empty, `shape`
-    None and `dtype` "mixed"; `sketch` and fingerprints need both sides to have them. `placed` of a sum knows the places
+    None and `dtype` "mixed"; `sketch` and fingerprints need both sides to have them, and
+    `channels` as many of them on both. `placed` of a sum knows the places
     within each tensor, not the order of the tensors.
     """
 
@@ -51,6 +57,7 @@ class Summary:
     sketch: Sketch | None = None
     fingerprint: int | None = None
     placed: int | None = None
+    channels: Channels | None = None
 
     @property
     def finite(self) -> int:
@@ -128,6 +135,7 @@ class Summary:
             sketch=None if self.sketch is None or other.sketch is None else self.sketch + other.sketch,
             fingerprint=_sum64(self.fingerprint, other.fingerprint),
             placed=_sum64(self.placed, other.placed),
+            channels=_shared_channels(self.channels, other.channels),
         )
 
     def __radd__(self, other: object) -> Summary:
@@ -144,10 +152,10 @@ class Summary:
     def _key(self) -> tuple[object, ...]:
         floats = _bytes(self.mean, self.std, self.min, self.max, self.l1, *self.first)
         counts = (self.count, self.nan, self.posinf, self.neginf, self.zeros, self.tensors)
-        return counts, floats, self.dtype, self.shape, self.sketch, self.fingerprint, self.placed
+        return counts, floats, self.dtype, self.shape, self.sketch, self.fingerprint, self.placed, self.channels
 
     def to_json(self) -> dict[str, Any]:
-        """Return strict JSON values: non-finite numbers are named, fingerprints hexadecimal, the sketch base64."""
+        """Return strict JSON values: non-finite numbers named, fingerprints hexadecimal, sketch and channels base64."""
         data: dict[str, Any] = {name: getattr(self, name) for name in _COUNTS}
         data |= {name: _named(getattr(self, name)) for name in _MOMENTS}
         data["first"] = [_named(value) for value in self.first]
@@ -159,6 +167,8 @@ class Summary:
             data["fingerprint"] = _hex(self.fingerprint)
         if self.placed is not None:
             data["placed"] = _hex(self.placed)
+        if self.channels is not None:
+            data["channels"] = base64.b64encode(self.channels.packed()).decode()
         return data
 
     @classmethod
@@ -176,9 +186,19 @@ class Summary:
                 sketch=Sketch.parse(data["sketch"]) if "sketch" in data else None,
                 fingerprint=int(data["fingerprint"], 16) if "fingerprint" in data else None,
                 placed=int(data["placed"], 16) if "placed" in data else None,
+                channels=Channels.unpacked(base64.b64decode(data["channels"])) if "channels" in data else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise BadText(f"this is not a summary ({error!r}); pass what Summary.to_json gave.") from error
+
+    def _repr_html_(self) -> str:
+        from layerscope.report import Document, Fact, Facts, Histograms, html
+
+        row = {key: value for key, value in self.row().items() if value is not None and key != "first_10"}
+        facts = Facts("summary", tuple(Fact(key, cast("Value", value), "number") for key, value in row.items()))
+        drawn = self.histogram(octaves=16) if self.sketch is not None and self.finite else None
+        parts = () if drawn is None else (Histograms("histogram", "values", drawn.edges, (("values", drawn.counts),)),)
+        return html.fragment(Document("", (facts, *parts)))
 
     def row(self) -> dict[str, object]:
         """Return everything under flat names, for a table."""
@@ -223,6 +243,10 @@ def _shared_first(a: Summary, b: Summary) -> tuple[float, ...]:
     if not a.count or not b.count:
         return a.first or b.first
     return a.first if _bytes(*a.first) == _bytes(*b.first) else ()
+
+
+def _shared_channels(a: Channels | None, b: Channels | None) -> Channels | None:
+    return a + b if a is not None and b is not None and a.is_like(b) else None
 
 
 def _bytes(*values: float) -> bytes:

@@ -8,14 +8,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from layerscope.stats import fallback, kernels
+from layerscope.stats import numba_engine, numpy_engine
 
 
 @pytest.fixture(params=["numba", "numpy"])
 def counting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The engine that `summarize` uses in this test: each of the two in turn."""
-    engine = {"numba": kernels, "numpy": fallback}[request.param]
-    monkeypatch.setattr("layerscope.stats.measure.engine", lambda: engine)
+    engine = {"numba": numba_engine, "numpy": numpy_engine}[request.param]
+    monkeypatch.setattr("layerscope.stats.sweeps.engine", lambda: engine)
     return engine
 
 

@@ -4,48 +4,54 @@ import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from layerscope.stats import backend, fallback, fingerprint, kernels, summarize
-from layerscope.stats.bits import ITEMS
+from layerscope.stats import backend, fingerprint, numba_engine, numpy_engine, summarize
+from layerscope.stats.tensor_views import ITEMS
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
 def by_both(monkeypatch, tensor, level="full"):
     summaries = []
-    for engine in (kernels, fallback):
-        monkeypatch.setattr("layerscope.stats.measure.engine", lambda engine=engine: engine)
+    for engine in (numba_engine, numpy_engine):
+        monkeypatch.setattr("layerscope.stats.sweeps.engine", lambda engine=engine: engine)
         summaries.append(summarize(tensor, level=level))
     return summaries
 
 
-@pytest.mark.parametrize("size", [0, 1, 9, 1024, 5001, 140_000])
-@pytest.mark.parametrize("dtype", ITEMS)
-def test_the_fallback_gives_the_kernels_numbers(dtype, size, monkeypatch):
+def of_many_scales(dtype, size):
+    """Values of many octaves, some of them not finite; any bits at all where a dtype has few of these."""
     rng = np.random.default_rng(size)
     kind = getattr(torch, dtype)
     if dtype == "bool":
-        tensor = torch.from_numpy(rng.integers(0, 2, size) == 1)
-    elif kind.is_floating_point and kind.itemsize > 1:
+        return torch.from_numpy(rng.integers(0, 2, size) == 1)
+    if kind.is_floating_point and kind.itemsize > 1:
         tensor = torch.from_numpy(rng.standard_normal(size) * np.exp(rng.standard_normal(size) * 3)).to(kind)
         tensor[rng.random(size) < 0.001] = math.nan
         tensor[rng.random(size) < 0.001] = -math.inf
-    else:
-        raw = torch.from_numpy(rng.integers(0, 256, size * kind.itemsize + 16, dtype=np.uint8))
-        tensor = raw[:-16].view(kind) if size else raw.view(kind)[:0]
-    fast, slow = by_both(monkeypatch, tensor)
-    assert (fast.sketch, fast.fingerprint, fast.placed) == (slow.sketch, slow.fingerprint, slow.placed)
-    for name in ("count", "nan", "posinf", "neginf", "zeros"):
-        assert getattr(fast, name) == getattr(slow, name)
-    for name in ("min", "max"):
-        assert np.float64(getattr(fast, name)).tobytes() == np.float64(getattr(slow, name)).tobytes()
-    for name in ("std", "l1", "l2", "rms"):
-        assert getattr(fast, name) == pytest.approx(getattr(slow, name), rel=1e-12, abs=0.0, nan_ok=True)
-    assert fast.mean == pytest.approx(slow.mean, rel=1e-12, abs=1e-12 * min(fast.rms, 1e300), nan_ok=True)
+        return tensor
+    raw = torch.from_numpy(rng.integers(0, 256, size * kind.itemsize + 16, dtype=np.uint8))
+    return raw[:-16].view(kind) if size else raw.view(kind)[:0]
+
+
+def test_numpy_gives_the_numbers_of_numba(monkeypatch):
+    for dtype, size in product(ITEMS, (0, 1, 9, 1024, 5001, 140_000)):
+        fast, slow = by_both(monkeypatch, of_many_scales(dtype, size))
+        case = f"{size} items of {dtype}"
+        assert (fast.sketch, fast.fingerprint, fast.placed) == (slow.sketch, slow.fingerprint, slow.placed), case
+        for name in ("count", "nan", "posinf", "neginf", "zeros"):
+            assert getattr(fast, name) == getattr(slow, name), case
+        for name in ("min", "max"):
+            assert np.float64(getattr(fast, name)).tobytes() == np.float64(getattr(slow, name)).tobytes(), case
+        for name in ("std", "l1", "l2", "rms"):
+            assert getattr(fast, name) == pytest.approx(getattr(slow, name), rel=1e-12, abs=0.0, nan_ok=True), case
+        slack = 1e-12 * min(fast.rms, 1e300)
+        assert fast.mean == pytest.approx(slow.mean, rel=1e-12, abs=slack, nan_ok=True), case
 
 
 def test_every_float16_is_converted_exactly(monkeypatch):
@@ -62,13 +68,13 @@ def test_every_float16_is_converted_exactly(monkeypatch):
 def test_read_only_and_unaligned_arrays_compile_nothing_new():
     plain = np.arange(5000, dtype=np.float32).reshape(50, 100)
     summarize(plain), summarize(plain, level="moments")
-    before = [len(kernel.signatures) for kernel in (kernels._full, kernels._moments)]
+    before = [len(kernel.signatures) for kernel in (numba_engine._full, numba_engine._moments)]
     frozen = plain.copy()
     frozen.setflags(write=False)
     unaligned = np.frombuffer(b"x" + plain.tobytes(), np.uint8)[1:].view(np.float32)
     for array in (frozen, frozen.T, frozen[::2], unaligned):
         summarize(array), summarize(array, level="moments")
-    assert [len(kernel.signatures) for kernel in (kernels._full, kernels._moments)] == before
+    assert [len(kernel.signatures) for kernel in (numba_engine._full, numba_engine._moments)] == before
 
 
 def test_threads_do_not_disturb_each_other():
@@ -79,7 +85,7 @@ def test_threads_do_not_disturb_each_other():
 
 
 def test_counters_lost_on_the_way_are_replaced():
-    lost = kernels.tables(wide=False)
+    lost = numba_engine.tables(wide=False)
     lost[:] = 7  # as if an exception had come between counting and draining
     tensor = torch.randn(100)
     assert summarize(tensor).sketch.total == 100
@@ -91,7 +97,7 @@ def test_counters_are_left_clean_for_the_next_tensor():
     for tensor in (dirty, dirty.double(), dirty.double() * 1e200, dirty.half(), dirty.bfloat16()):
         summarize(tensor)
         wide = tensor.dtype is torch.float64
-        assert not kernels.tables(wide=wide).any()
+        assert not numba_engine.tables(wide=wide).any()
         assert summarize(torch.ones(3, dtype=tensor.dtype)).sketch.counts.tolist() == [3]
 
 
@@ -125,12 +131,12 @@ def test_a_numba_that_breaks_is_named():
 
 
 def test_a_cache_that_cannot_be_written_costs_only_the_cache(monkeypatch):
-    real = kernels.numba.njit
+    real = numba_engine.numba.njit
 
     def njit(**options):
         if options.get("cache"):
             raise RuntimeError("cannot cache function: no locator available")
         return real(**options)
 
-    monkeypatch.setattr(kernels.numba, "njit", njit)
-    assert kernels._compiled(lambda x: x + 1)(2) == 3
+    monkeypatch.setattr(numba_engine.numba, "njit", njit)
+    assert numba_engine._compiled(lambda x: x + 1)(2) == 3

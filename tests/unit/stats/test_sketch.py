@@ -114,6 +114,13 @@ def test_text_that_is_no_sketch_is_refused_in_a_sentence(text):
         Sketch.parse(text)
 
 
+def test_bytes_that_are_no_sketch_are_refused_in_a_sentence():
+    data = Sketch.of(np.arange(100.0)).to_bytes()
+    for damaged in (b"", b"AAAA", data[:-1], data[:5], data[3:], data[: len(data) // 2], data[:6] + data):
+        with pytest.raises(BadText, match=r"these bytes are not a sketch \(.*\); pass what Sketch\.to_bytes gave\."):
+            Sketch.from_bytes(damaged)
+
+
 def test_the_histogram_counts_between_signed_powers_of_two():
     values = np.array([-3.0, -2.0, -0.3, 0.0, 0.0, 2.0**-130, 0.25, 1.0, 1.5, 7.9, math.nan])
     assert Sketch.of(values).histogram() == Histogram(

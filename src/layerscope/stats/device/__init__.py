@@ -13,7 +13,11 @@ float64, and Chan's formula joins the programs: mean (relative to the mean magni
 the CPU's, and within 1e-9 for every other dtype.
 """
 
+from layerscope.stats.device.channels import ChannelSums, Laid, prepare_channels
 from layerscope.stats.device.numbers import Gathered, Numbers
 from layerscope.stats.device.slots import KINDS, MOST, Level, Sheet, Slots, Start, StartAll, prepare, takes
 
-__all__ = ["KINDS", "MOST", "Gathered", "Level", "Numbers", "Sheet", "Slots", "Start", "StartAll", "prepare", "takes"]
+__all__ = [
+    "KINDS", "MOST", "ChannelSums", "Gathered", "Laid", "Level", "Numbers", "Sheet", "Slots", "Start", "StartAll",
+    "prepare", "prepare_channels", "takes",
+]  # fmt: skip

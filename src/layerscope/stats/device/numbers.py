@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerscope.stats.bits import Array
 from layerscope.stats.device.slots import Sheet
 from layerscope.stats.device.sweeping import HEAD
 from layerscope.stats.sketch import LOWEST, STEPS, Sketch
 from layerscope.stats.summary import Summary
+from layerscope.stats.tensor_views import Array
 
 __all__ = ["Gathered", "Numbers"]
 

@@ -16,12 +16,12 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from layerscope.stats.bits import Array, byte_values
 from layerscope.stats.device.sweeping import HEAD, PROGRAMS, WORDS, gather, peak, sweep, sweep_all
+from layerscope.stats.fingerprints import WEIGHTS
 from layerscope.stats.launching import ANY, Launching, launching
-from layerscope.stats.prints import WEIGHTS
+from layerscope.stats.tensor_views import Array, byte_values
 
-__all__ = ["KINDS", "MOST", "Level", "Sheet", "Slots", "Start", "StartAll", "prepare", "takes"]
+__all__ = ["KINDS", "MOST", "Level", "Sheet", "Slots", "Start", "StartAll", "on", "prepare", "takes", "worth_on"]
 
 
 class _Kind(NamedTuple):
@@ -103,7 +103,7 @@ class Slots:
         self._cursors = torch.zeros((2, 4), dtype=torch.int32, device=device)
         self._lying = self._rows.data_ptr(), self._tables.data_ptr()
         self._turns = self._cursors.data_ptr(), self._cursors.data_ptr() + 16  # this gathering's, and the next one's
-        self._weights = _on(device, WEIGHTS.view(np.int64))
+        self._weights = on(device, WEIGHTS.view(np.int64))
         self._worth: dict[torch.dtype, torch.Tensor] = {}
         self._programs = _most_programs(device)
         self._gather = _gathering(device, self._buckets)(stream)
@@ -167,8 +167,7 @@ class Slots:
     def _worth_of(self, dtype: torch.dtype) -> torch.Tensor:
         worth = self._worth.get(dtype)
         if worth is None:
-            known = byte_values(str(dtype)[6:]) if KINDS[dtype].name == "byte" else np.zeros(2)
-            worth = self._worth[dtype] = _on(self._device, known)
+            worth = self._worth[dtype] = worth_on(self._device, dtype)
         return worth
 
 
@@ -216,7 +215,12 @@ def _most_programs(device: torch.device) -> int:
     return min(PROGRAMS, 4 * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _on(device: torch.device, numbers: Array) -> torch.Tensor:
+def worth_on(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Send what each byte of a dtype is worth to a device; of a wider one nothing is looked up."""
+    return on(device, byte_values(str(dtype)[6:]) if KINDS[dtype].name == "byte" else np.zeros(2))
+
+
+def on(device: torch.device, numbers: Array) -> torch.Tensor:
     """Send numbers to a device without waiting for them to arrive."""
     there = torch.from_numpy(numbers)
     return there if device.type == "cpu" else there.pin_memory().to(device, non_blocking=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from layerscope.stats.fingerprints import BLOCK, MIX_ADD, MIX_FIRST, MIX_SECOND
 from layerscope.stats.launching import INTERPRETED, constant, jit, tl
-from layerscope.stats.prints import BLOCK, MIX_ADD, MIX_FIRST, MIX_SECOND
 from layerscope.stats.sketch import LOWEST, STEPS
 
-__all__ = ["HEAD", "PROGRAMS", "WORDS", "gather", "peak", "sweep", "sweep_all"]
+__all__ = ["HEAD", "PROGRAMS", "WORDS", "bits_of", "gather", "peak", "sweep", "sweep_all"]
 
 PROGRAMS = 512  # that sweep one tensor, at most
 WORDS = 16  # in the row of each
@@ -99,7 +99,7 @@ def _words(raw: tl.tensor) -> Any:
 
 
 @jit
-def _bits(raw: tl.tensor, worth: tl.tensor, kind: tl.constexpr) -> Any:
+def bits_of(raw: tl.tensor, worth: tl.tensor, kind: tl.constexpr) -> Any:
     """The items as the bits of float32 where that holds them exactly, else of float64."""
     if kind == "float32":
         return raw.to(tl.uint32, bitcast=True)
@@ -259,7 +259,7 @@ def _sweep(
 
     # Scout the first tile for a centre and for the window of the buckets.
     within = start + lanes < stop
-    bits = _bits(tl.load(items + start + lanes, mask=within, other=0), worth, kind)
+    bits = bits_of(tl.load(items + start + lanes, mask=within, other=0), worth, kind)
     finite = within & ((bits & (sign - 1)) < infinity)
     value = tl.where(finite, _values(bits, scale, kind) * lift, 0.0)
     known = tl.sum(tl.sum(finite.to(tl.int32), 1), 0)
@@ -299,7 +299,7 @@ def _sweep(
 
     for at in tl.range(start, whole, tile, loop_unroll_factor=unroll):  # several loads under way instead of one
         raw = tl.load(items + at + lanes)
-        bits = _bits(raw, worth, kind)
+        bits = bits_of(raw, worth, kind)
         item = _values(bits, scale, kind) if wide else bits.to(tl.float32, bitcast=True)
         away = item - centre
         sums += tl.sum(away, 1)
@@ -332,7 +332,7 @@ def _sweep(
     for at in tl.range(begin, stop, tile):
         within = at + lanes < stop
         raw = tl.load(items + at + lanes, mask=within, other=0)
-        bits = _bits(raw, worth, kind)
+        bits = bits_of(raw, worth, kind)
         size = bits & (sign - 1)
         finite = within & (size < infinity)
         value = tl.where(finite, _values(bits, scale, kind) * lift, 0.0)
@@ -381,7 +381,7 @@ def _sweep(
     if program == 0:
         about = slot + _ROWS * _COLUMNS
         ten = tl.arange(0, 16)
-        head = _bits(tl.load(items + ten, mask=ten < count, other=0), worth, kind)
+        head = bits_of(tl.load(items + ten, mask=ten < count, other=0), worth, kind)
         if wide:
             first = head.to(tl.int64, bitcast=True)
         else:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from layerscope.stats.bits import ITEMS
 from layerscope.stats.device import takes
 from layerscope.stats.device.slots import KINDS
+from layerscope.stats.tensor_views import ITEMS
 
 
 def test_every_dtype_has_a_kernel_but_those_that_hold_two_numbers_in_one():
@@ -21,7 +21,7 @@ def test_more_items_than_the_counters_can_count_are_left_to_the_host():
 
 
 def test_a_tile_is_a_whole_number_of_the_fingerprints_blocks():
-    from layerscope.stats.prints import BLOCK
+    from layerscope.stats.fingerprints import BLOCK
 
     assert all(kind.threads * kind.vector % BLOCK == 0 for kind in KINDS.values())
     assert all(kind.vector in (4, 8) for kind in KINDS.values())

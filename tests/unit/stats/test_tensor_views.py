@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from layerscope.errors import LayerscopeError, Unsupported
 from layerscope.stats import summarize
-from layerscope.stats.bits import ITEMS, byte_values, lying, read
+from layerscope.stats.tensor_views import ITEMS, byte_values, lying, read
 
 
 @pytest.mark.parametrize("name", [name for name, item in ITEMS.items() if item.itemsize == 1 and "x2" not in name])

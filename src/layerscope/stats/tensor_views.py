@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layerscope.errors import Unsupported
-from layerscope.stats.prints import mixed
+from layerscope.stats.fingerprints import mixed
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,12 @@ class Bits:
     def count(self) -> int:
         """How many values there are: two per item for packed float4."""
         return self.items.size * (2 if self.dtype == "float4_e2m1fn_x2" else 1)
+
+    @property
+    def value_shape(self) -> tuple[int, ...]:
+        """The shape in values: packed float4 has twice as many along the last axis."""
+        packs = self.dtype == "float4_e2m1fn_x2" and self.shape
+        return (*self.shape[:-1], 2 * self.shape[-1]) if packs else self.shape
 
     @property
     def kernel_ready(self) -> bool:

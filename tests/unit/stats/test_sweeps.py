@@ -2,18 +2,17 @@
 
 import dataclasses
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import layerscope.stats.bits
-import layerscope.stats.measure
+import layerscope.stats.sweeps
+import layerscope.stats.tensor_views
 from layerscope.errors import Unsupported
 from layerscope.stats import Sketch, backend, fingerprint, prepare, summarize
-from layerscope.stats.bits import ITEMS
+from layerscope.stats.tensor_views import ITEMS
 
 DTYPES = [getattr(torch, name) for name in ITEMS]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -61,18 +60,18 @@ def assert_same(a, b):
         assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-12, abs=slack, nan_ok=True)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_bits_of_any_dtype_and_shape_have_numpys_statistics(dtype, shape, truth):
-    tensor = random_bits(dtype, shape)
-    values = values_of(tensor)
-    full, moments = summarize(tensor), summarize(tensor, level="moments")
-    for summary in (full, moments):
-        truth(values).assert_of(summary)
-        assert (summary.dtype, summary.shape, summary.tensors) == (str(tensor.dtype)[6:], shape, 1)
-        np.testing.assert_array_equal(summary.first, values.reshape(-1)[:10])
-    assert full.sketch.total == full.finite
-    assert (moments.sketch, moments.fingerprint, moments.placed) == (None, None, None)
+def test_any_bits_of_any_dtype_and_shape_have_numpys_statistics(dtype, truth):
+    for shape in SHAPES:
+        tensor = random_bits(dtype, shape)
+        values = values_of(tensor)
+        full, moments = summarize(tensor), summarize(tensor, level="moments")
+        for summary in (full, moments):
+            truth(values).assert_of(summary)
+            assert (summary.dtype, summary.shape, summary.tensors) == (str(tensor.dtype)[6:], shape, 1)
+            np.testing.assert_array_equal(summary.first, values.reshape(-1)[:10])
+        assert full.sketch.total == full.finite
+        assert (moments.sketch, moments.fingerprint, moments.placed) == (None, None, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,37 +91,36 @@ def test_the_sketch_counts_the_very_values(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("scale", [1.0, 1e-3, 3e4])
-def test_activations_have_numpys_statistics(dtype, scale, truth):
-    tensor = (torch.randn(3, 177, 91) * scale).to(dtype)
-    truth(values_of(tensor)).assert_of(summarize(tensor), rel=1e-12)
+def test_activations_have_numpys_statistics(dtype, truth):
+    for scale in (1.0, 1e-3, 3e4):
+        tensor = (torch.randn(3, 177, 91) * scale).to(dtype)
+        truth(values_of(tensor)).assert_of(summarize(tensor), rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda t: t.transpose(0, 2),
-        lambda t: t.permute(1, 2, 0),
-        lambda t: t[:, ::2],
-        lambda t: t[1:, 3:, 1:],
-        lambda t: t[:, :1].expand(6, 50, 9),
-        lambda t: t[0, 0, 0].expand(4, 4),
-        lambda t: t.as_strided((5, 5), (1, 1)),
-    ],
-    ids=["transposed", "permuted", "strided", "offset", "expanded", "one-value", "overlapping"],
-)
-def test_strides_change_nothing(dtype, view):
-    tensor = view(random_bits(dtype, (6, 50, 9), seed=1))
-    plain = tensor.clone(memory_format=torch.contiguous_format)
-    assert_same(summarize(tensor), summarize(plain))
-    assert_same(summarize(tensor, level="moments"), summarize(plain, level="moments"))
+VIEWS = {
+    "transposed": lambda t: t.transpose(0, 2),
+    "permuted": lambda t: t.permute(1, 2, 0),
+    "strided": lambda t: t[:, ::2],
+    "offset": lambda t: t[1:, 3:, 1:],
+    "expanded": lambda t: t[:, :1].expand(6, 50, 9),
+    "one value": lambda t: t[0, 0, 0].expand(4, 4),
+    "overlapping": lambda t: t.as_strided((5, 5), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides_change_nothing(view):
+    for dtype in DTYPES:
+        tensor = VIEWS[view](random_bits(dtype, (6, 50, 9), seed=1))
+        plain = tensor.clone(memory_format=torch.contiguous_format)
+        assert_same(summarize(tensor), summarize(plain))
+        assert_same(summarize(tensor, level="moments"), summarize(plain, level="moments"))
 
 
 def test_a_permuted_tensor_too_large_for_one_copy_is_read_in_order():
     tensor = torch.randn(700, 13, 37).permute(2, 0, 1)
     assert not tensor.is_contiguous()
-    assert tensor.numel() > 2 * layerscope.stats.bits._COPY
+    assert tensor.numel() > 2 * layerscope.stats.tensor_views._COPY
     assert_same(summarize(tensor), summarize(tensor.contiguous()))
     assert fingerprint(tensor) == fingerprint(tensor.contiguous())
 
@@ -151,28 +149,29 @@ def test_a_constant_has_exactly_its_mean_and_no_spread(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_tensor_without_a_finite_value_has_an_answer(dtype, bad):
-    summary = summarize(torch.full((1500,), bad, dtype=dtype))
-    assert (summary.count, summary.finite, summary.zeros) == (1500, 0, 0)
-    assert (summary.nan, summary.posinf, summary.neginf) == tuple(
-        1500 * hit for hit in (math.isnan(bad), bad == math.inf, bad == -math.inf)
-    )
-    assert (summary.l1, summary.l2) == (0.0, 0.0)
-    assert math.isnan(summary.mean)
-    assert math.isnan(summary.percentile(50))
-    assert summary.histogram() == ((), ())
+def test_a_tensor_without_a_finite_value_has_an_answer(dtype):
+    for bad in (math.nan, math.inf, -math.inf):
+        summary = summarize(torch.full((1500,), bad, dtype=dtype))
+        assert (summary.count, summary.finite, summary.zeros) == (1500, 0, 0)
+        assert (summary.nan, summary.posinf, summary.neginf) == tuple(
+            1500 * hit for hit in (math.isnan(bad), bad == math.inf, bad == -math.inf)
+        )
+        assert (summary.l1, summary.l2) == (0.0, 0.0)
+        assert math.isnan(summary.mean)
+        assert math.isnan(summary.percentile(50))
+        assert summary.histogram() == ((), ())
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("place", [0, 6, 1023, 1024, 5000, -1])
-def test_one_nan_anywhere_is_seen_and_left_out(dtype, place, truth):
-    tensor = torch.randn(9001).to(dtype)
-    assert not summarize(tensor).has_nan
-    tensor[place] = math.nan
-    summary = summarize(tensor)
-    assert summary.nan == 1
-    truth(values_of(tensor)).assert_of(summary)
+def test_one_nan_anywhere_is_seen_and_left_out(dtype, truth):
+    clean = torch.randn(9001).to(dtype)
+    assert not summarize(clean).has_nan
+    for place in (0, 6, 1023, 1024, 5000, -1):
+        tensor = clean.clone()
+        tensor[place] = math.nan
+        summary = summarize(tensor)
+        assert summary.nan == 1, place
+        truth(values_of(tensor)).assert_of(summary)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -273,9 +272,9 @@ def test_a_tensor_of_many_chunks_is_summarised_as_one(dtype, counting, monkeypat
     whole, cheap = summarize(tensor), summarize(tensor, level="moments")
     drain, drained = counting.drain, []
     monkeypatch.setattr(counting, "drain", lambda *args, **how: drained.append(how["finite"]) or drain(*args, **how))
-    monkeypatch.setattr("layerscope.stats.bits._CHUNK", 1777)
-    monkeypatch.setattr("layerscope.stats.bits._COPY", 1333)
-    monkeypatch.setattr("layerscope.stats.measure._DRAIN", 4000)
+    monkeypatch.setattr("layerscope.stats.tensor_views._CHUNK", 1777)
+    monkeypatch.setattr("layerscope.stats.tensor_views._COPY", 1333)
+    monkeypatch.setattr("layerscope.stats.sweeps._DRAIN", 4000)
     cut = summarize(tensor)
     assert all(finite <= 4000 for finite in drained)
     assert sum(drained) == cut.finite or dtype is torch.int8  # which has 256 counters of 64 bits
@@ -322,69 +321,3 @@ def test_more_than_two_to_the_31_items_of_an_expanded_scalar():
     summary = summarize(torch.tensor(1.5).expand(2**16, 2**15 + 1))
     assert (summary.count, summary.mean, summary.std) == (2**16 * (2**15 + 1), 1.5, 0.0)
     assert summary.sketch == Sketch.of(np.array([1.5]), np.array([summary.count]))
-
-
-# Later ------------------------------------------------------------------------------------------
-
-
-def written(summary):
-    """Every number of a summary, to the bit."""
-    text = summary.to_json()
-    return {**text, "bits": [float(x).hex() for x in (summary.mean, summary.std, summary.min, summary.max, summary.l1)]}
-
-
-@pytest.mark.parametrize("level", ["moments", "full"])
-@pytest.mark.parametrize("shape", [(), (3, 0, 2), (1,), (7,), (10,), (1023,), (33, 65), (5, 8192)], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_summary_made_later_has_the_same_numbers_to_the_bit(dtype, shape, level):
-    for tensor in (
-        torch.randn(shape).to(dtype),
-        random_bits(dtype, shape, seed=5),
-        torch.full(shape, 0.1, dtype=dtype),
-    ):
-        later = summarize(tensor, level=level, later=True)
-        assert written(later()) == written(summarize(tensor, level=level))
-        assert later() is later()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.randn(200) + 1e4,  # most digits of the variance are lost in one pass
-        lambda: torch.randn(200, dtype=torch.float64) * 1e200,  # squares leave the range
-        lambda: torch.randn(200, dtype=torch.float64) * 1e-200,
-        lambda: torch.randn(40, 50).T,
-        lambda: torch.randn(40)[3:],
-        lambda: torch._neg_view(torch.randn(20)),
-        lambda: torch.randn(9, dtype=torch.complex64).conj(),
-        lambda: torch.arange(9),
-        lambda: torch.nn.Parameter(torch.randn(30)),
-        lambda: torch.randn(30, requires_grad=True) * 2,
-        lambda: torch.from_numpy(np.frombuffer(b"x" + np.arange(9, dtype=np.float32).tobytes(), np.uint8)[1:].copy()),
-        lambda: np.linspace(0, 1, 50),
-    ],
-)
-def test_what_needs_a_second_look_gets_it_at_once(make):
-    tensor = make()
-    later = summarize(tensor, later=True)
-    expected = written(summarize(tensor))
-    with torch.no_grad():
-        tensor[...] = 7  # by now it is the model's again
-    assert written(later()) == expected
-
-
-def test_what_is_made_later_does_not_follow_the_tensor():
-    tensors = [torch.randn(50) * i for i in range(1, 200)]  # more than one sheet of rows
-    expected = [written(summarize(tensor)) for tensor in tensors]
-    laters = [summarize(tensor, later=True) for tensor in tensors]
-    for tensor in tensors:
-        tensor.zero_()
-    assert [written(later()) for later in laters] == expected
-
-
-def test_threads_take_numbers_at_once():
-    tensors = [torch.randn(20_000 + i) * 10**i for i in range(4)] * 20
-    expected = [written(summarize(tensor)) for tensor in tensors]
-    with ThreadPoolExecutor(4) as pool:
-        laters = list(pool.map(lambda tensor: summarize(tensor, later=True), tensors))
-        assert list(pool.map(lambda later: written(later()), laters)) == expected

@@ -1,6 +1,6 @@
 """Two 64-bit fingerprints of a sequence of words: one that order does not change, one that it does.
 
-    free, placed = prints(mixed(words), 0)
+    free, placed = fingerprints(mixed(words), 0)
 
 `free` is the sum of every word mixed; `placed` the same sum with each term weighted by its position, all modulo
 2**64, so both add up over tensors. The mixer is a bijection of 64 bits and every weight is odd, so
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK", "MIX_ADD", "MIX_FIRST", "MIX_SECOND", "WEIGHTS", "mixed", "prints"]
+__all__ = ["BLOCK", "MIX_ADD", "MIX_FIRST", "MIX_SECOND", "WEIGHTS", "fingerprints", "mixed"]
 
 BLOCK = 1024
 MIX_FIRST = 0x9E3779B97F4A7C15
@@ -47,7 +47,7 @@ def mixed(
 WEIGHTS = mixed(~np.arange(BLOCK, dtype=np.uint64)) | np.uint64(1)
 
 
-def prints(terms: npt.NDArray[np.uint64], start: int) -> tuple[int, int]:
+def fingerprints(terms: npt.NDArray[np.uint64], start: int) -> tuple[int, int]:
     """Return both fingerprints of mixed words that stand at positions `start`, `start` + 1 and so on."""
     lead = start % BLOCK
     rows = -(-(lead + terms.size) // BLOCK)

@@ -119,7 +119,7 @@ def test_two_exchanged_items_are_told_apart(i, j):
 
 
 def test_no_two_places_of_the_first_million_weigh_the_same():
-    from layerscope.stats.prints import BLOCK, WEIGHTS, mixed
+    from layerscope.stats.fingerprints import BLOCK, WEIGHTS, mixed
 
     weights = WEIGHTS * (mixed(np.arange(1024, dtype=np.uint64)) | np.uint64(1))[:, None]
     assert np.unique(weights).size == 1024 * BLOCK

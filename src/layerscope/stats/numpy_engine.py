@@ -1,4 +1,4 @@
-"""The verbs of `kernels` in numpy alone, block by block in one thread: the same numbers, slower.
+"""The verbs of `numba_engine` in numpy alone, block by block in one thread: the same numbers, slower.
 
     moments(items)
     full(items, 0, tables)
@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from layerscope.stats.bits import Array
-from layerscope.stats.engine import NOTHING, Sweep, Taken, joined
-from layerscope.stats.prints import mixed
-from layerscope.stats.prints import prints as prints_of
+from layerscope.stats.engine import NOTHING, Sweep, joined
+from layerscope.stats.fingerprints import fingerprints as of_terms
+from layerscope.stats.fingerprints import mixed
 from layerscope.stats.sketch import LOWEST, STEPS
+from layerscope.stats.tensor_views import Array
 
-__all__ = ["careful", "drain", "full", "moments", "prints", "tables", "tally", "whole"]
+__all__ = ["careful", "channels", "drain", "fingerprints", "full", "moments", "tables", "tally"]
 
 _BLOCK = 1 << 16  # items at a time: their copies as float64 stay in the second-level cache
 _COUNTED = 1 << 18  # items of 16 bits at a time: each time costs as much as adding up 65 536 counters
@@ -74,11 +74,11 @@ def full(items: Array, start: int, tables: Array) -> Sweep:
             else:
                 tables += np.bincount(_scratch.places(keys), minlength=tables.size)
             swept = joined(swept, _swept(values, bits))
-    free, placed = prints(items.view(f"u{items.itemsize}"), start)
+    free, placed = fingerprints(items.view(f"u{items.itemsize}"), start)
     return swept._replace(free=free, placed=placed)
 
 
-def prints(words: Array, start: int) -> tuple[int, int]:
+def fingerprints(words: Array, start: int) -> tuple[int, int]:
     """Return both fingerprints of words that stand at positions `start`, `start` + 1 and so on."""
     free = placed = at = 0
     narrow = words.itemsize <= 2
@@ -88,7 +88,7 @@ def prints(words: Array, start: int) -> tuple[int, int]:
             terms = _mixed_codes().take(_scratch.places(block), out=other, mode="clip")
         else:
             terms = mixed(block, out=one, spare=other)
-        more_free, more_placed = prints_of(terms, start + at)
+        more_free, more_placed = of_terms(terms, start + at)
         free, placed, at = free + more_free, placed + more_placed, at + block.size
     return free % 2**64, placed % 2**64
 
@@ -99,6 +99,53 @@ def tally(items: Array) -> Array:
     for block in _blocks(items, _COUNTED):
         counts += np.bincount(_scratch.places(block), minlength=256)
     return counts
+
+
+def channels(values: Array, start: int, width: int, inner: int, table: Array, *, clean: bool) -> None:
+    """Add contiguous values that stand from position `start` on to their channels; `clean` says that all are finite."""
+    lead = min(values.size, -start % (width if inner == 1 else inner))
+    last = values.size - (values.size - lead) % (width if inner == 1 else inner)
+    if not clean:
+        lead = last = 0
+    _scatter(values[:lead], start, width, inner, table)
+    if lead < last:
+        exact = values[lead:last].reshape(-1, width if inner == 1 else inner).astype(np.float64)
+        axis = 0 if inner == 1 else 1
+        added = np.stack([np.full(exact.shape[1 - axis], exact.shape[axis], np.float64), *_powers(exact, axis)])
+        if inner == 1:
+            np.maximum(table[1], added[1], out=added[1])
+            table[[0, 2, 3, 4, 5]] += added[[0, 2, 3, 4, 5]]
+            table[1] = added[1]
+        else:
+            _put(added, (start + lead) // inner + np.arange(exact.shape[0]), table)
+    _scatter(values[last:], start + last, width, inner, table)
+
+
+@np.errstate(all="ignore")
+def _powers(exact: Array, axis: int) -> list[Array]:
+    squares = exact * exact
+    size = np.abs(exact).max(axis=axis)
+    one, two, three = exact.sum(axis=axis), squares.sum(axis=axis), (squares * exact).sum(axis=axis)
+    return [size, one, two, three, np.square(squares, out=squares).sum(axis=axis)]
+
+
+@np.errstate(all="ignore")
+def _scatter(values: Array, start: int, width: int, inner: int, table: Array) -> None:
+    """Add items one by one, and leave out those that are not finite."""
+    for at in range(0, values.size, _BLOCK):
+        exact = values[at : at + _BLOCK].astype(np.float64)
+        places = (start + at + np.arange(exact.size)) // inner
+        finite = np.isfinite(exact)
+        exact, places = exact[finite], places[finite]
+        squares = exact * exact
+        _put(np.stack([np.ones(exact.size), np.abs(exact), exact, squares, squares * exact, squares**2]), places, table)
+
+
+def _put(added: Array, places: Array, table: Array) -> None:
+    places = places % table.shape[1]
+    np.maximum.at(table[1], places, added[1])
+    for row in (0, 2, 3, 4, 5):
+        table[row] += np.bincount(places, added[row], minlength=table.shape[1])
 
 
 def tables(*, wide: bool) -> Array:
@@ -120,11 +167,6 @@ def drain(tables: Array, swept: Sweep, *, finite: int, wide: bool) -> tuple[Arra
         keys, counts = np.r_[keys, 0], np.r_[counts, near_zero]
     order = np.argsort(keys)
     return keys[order].astype(np.int32), counts[order]
-
-
-def whole(dtype: str, address: int, size: int, *, full: bool) -> Taken | None:
-    """Decline: there is no single call for a whole tensor without compiled code."""
-    return None
 
 
 def _blocks(items: Array, size: int = _BLOCK) -> Iterator[Array]:
