@@ -1,10 +1,11 @@
 """Write the golden run of the current format; run once per format version, and never again for an old one.
 
-    python tests/golden/make.py tests/golden/v1
+    python tests/golden/make.py tests/golden/v2
 
-It holds what version 1 can say: several dtypes, moments with and without an epoch, two ranks, summaries, notes with
-numbers JSON has no word for, a record that replaces another, hostile names, a sealed segment, and one left behind as
-a kill leaves it. Every value follows from a formula that `test_golden.py` writes out by hand.
+It holds what version 2 can say: several dtypes, moments with and without an epoch, two ranks, summaries, channels,
+notes with numbers JSON has no word for, a tensor that is stored once and seen twice, a record that replaces another,
+losses, hostile names, a sealed segment, and one left behind as a kill leaves it. Every value follows from a formula
+that `test_golden.py` writes out by hand.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main(target: Path) -> None:
         aliases={"first": ["blocks.0:output"]},
         shared={"head": "embed"},
         settings={"threshold": math.inf, "text": "NaN"},
-        started="2026-11-15T06:00:00+00:00",
+        started="2026-11-18T06:00:00+00:00",
     )
     with tempfile.TemporaryDirectory() as folder:
         live = Path(folder) / "live"
@@ -49,20 +50,24 @@ def main(target: Path) -> None:
         for kind in kinds:  # fills and seals the first segment
             values = torch.arange(6).reshape(2, 3).to(getattr(torch, kind))
             zero.write(Point("kinds", leaf=(kind,)), Moment(), blob=blob(values))
-        for step in range(3):  # stays behind as a partial
+        zero.flush()
+        for step in range(3):  # stays behind as a pair
             values = torch.arange(4, dtype=torch.float32) + 10 * step
             zero.write(
                 Point("blocks.0"),
                 Moment(epoch=1, step=step, batch=step),
                 blob=blob(values),
-                summary=summarize(values),
+                summary=summarize(values, channels=0) if step == 1 else summarize(values),
                 note={"scale": math.nan, "text": "NaN"} if step == 0 else None,
             )
+        zero.write(Point("seen.again", "input"), Moment(), blob=blob(torch.arange(4, dtype=torch.float32) + 20))
         zero.write(Point("blocks.1", "input", ("hidden_states", 0)), Moment(call=2), blob=blob(torch.tensor(2.5)))
         zero.write(Point("replaced"), Moment(), blob=blob(torch.zeros(2)))
         zero.write(Point("replaced"), Moment(), blob=blob(torch.ones(2)))
         zero.write(Point("../../x</script>\n"), Moment(), blob=blob(torch.zeros(0, 3)))
         zero.write(Point("aten.softmax", op=True), Moment(), summary=summarize(torch.tensor([1.0, math.nan])))
+        for step in range(3):
+            zero.lose(Point("blocks.1"), Moment(step=step, batch=step), "there was no room")
         one = Writer(live, manifest, rank=1)
         one.write(Point("blocks.0"), Moment(epoch=1, rank=1), blob=blob(torch.arange(4, dtype=torch.float32) * -1))
         zero.flush()
@@ -70,8 +75,9 @@ def main(target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(live, target)
         zero.close()
-    with (target / "rank-00000" / "journal").open("ab") as journal:
-        journal.write(b'{"record":16,"point":"torn by the ki')
+    journal = target / "rank-00000" / "segment-00001.journal"
+    frames = journal.read_bytes().rstrip(b"\0")
+    journal.write_bytes(frames + frames[:13] + b"torn by the ki")
 
 
 if __name__ == "__main__":

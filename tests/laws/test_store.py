@@ -8,18 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import google_crc32c
+import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from layerscope.errors import NewerFormat
 from layerscope.points import Moment, Point
+from layerscope.stats import Sketch, Summary, summarize
 from layerscope.store import Blob, Manifest, MemoryRun, Writer, open_run, strictjson
-from layerscope.store.address import is_journal, rank_of, segment_of
+from layerscope.store.address import LocalFolder, rank_of, segment_of
 from layerscope.store.checksum import crc32c
+from layerscope.store.columns import Columns, Row, pack, unpack
 from layerscope.store.dtypes import STORED
-from layerscope.store.journal import lines, record_line
+from layerscope.store.journal import frame, read, row_frame
+from layerscope.store.segment import Sealed, Sealing, seal
 
 FEW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MANY = settings(max_examples=200, deadline=None)
@@ -106,6 +110,8 @@ def files_below(path: Path) -> set[str]:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @FEW
 @given(records=st.lists(st.tuples(POINTS, MOMENTS, st.none() | tensors(), VALUES), max_size=6), tiny=st.booleans())
+@example(records=[(Point("a"), Moment(call=call), None, 0) for call in (-1, 2**53 + 1)], tiny=True)
+@example(records=[(Point("a"), Moment(call=call), None, 0) for call in (-1, 2**63 - 1)], tiny=False)
 def test_what_is_written_is_read_back_bit_for_bit_and_no_path_is_made_of_it(records, tiny):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
@@ -150,8 +156,7 @@ def test_what_is_written_is_read_back_bit_for_bit_and_no_path_is_made_of_it(reco
                 if tensor.dtype != torch.float4_e2m1fn_x2:
                     assert bits(part) == bits(tensor[rows])
         assert all(
-            name == "run.json" or rank_of(name) is not None or is_journal(name) or segment_of(name)
-            for name in files_below(path)
+            name in ("run.json", "lock") or rank_of(name) is not None or segment_of(name) for name in files_below(path)
         )
         assert files_below(Path(folder)) - files_below(path) == {"run"}
 
@@ -174,32 +179,92 @@ def test_a_checksum_goes_on_where_another_stopped(data, cut):
     assert crc32c(data[cut:], crc32c(data[:cut])) == value
 
 
+@st.composite
+def summaries(draw) -> Summary:
+    """Draw statistics: of tensors where that is quick, and of numbers that no tensor has."""
+    if draw(st.booleans()):
+        values = torch.tensor(draw(st.lists(st.sampled_from(SPECIAL) | st.floats(width=32), max_size=12)))
+        return summarize(values, channels=draw(st.none() | st.just(0)))
+    counts = draw(st.lists(st.integers(0, 2**63 - 1), min_size=6, max_size=6))
+    moments = draw(st.lists(st.floats() | st.sampled_from(SPECIAL), min_size=5, max_size=5))
+    first = tuple(draw(st.lists(st.floats(), max_size=10)))
+    shape = draw(st.none() | st.lists(st.integers(0, 2**40), max_size=4).map(tuple))
+    buckets = draw(st.dictionaries(st.integers(-73_000, 73_000), st.integers(1, 2**40), max_size=5))
+    sketch = Sketch(np.array(sorted(buckets), np.int32), np.array([buckets[k] for k in sorted(buckets)], np.int64))
+    prints = st.none() | st.integers(0, 2**64 - 1)
+    return Summary(
+        *counts[1:], *moments, first, draw(st.sampled_from([*sorted(STORED), "mixed", ""])), shape, counts[0],
+        draw(st.none() | st.just(sketch)), draw(prints), draw(prints),
+    )  # fmt: skip
+
+
+@st.composite
+def rows(draw) -> Row:
+    """Draw a row of any kind."""
+    moment = draw(MOMENTS)
+    numbers = st.integers(0, 2**63 - 1)
+    row = Row(draw(numbers), str(draw(POINTS)), moment.epoch, moment.step, moment.batch, moment.call, moment.rank)
+    if draw(st.booleans()):
+        shape = tuple(draw(st.lists(st.integers(0, 2**40), max_size=4)))
+        places = {name: draw(st.integers(0, 2**64 - 1)) for name in ("bytes_of", "offset", "length")}
+        row = row._replace(has_tensor=True, dtype=draw(st.sampled_from(sorted(STORED))), shape=shape, **places)
+        row = row._replace(crc32c=draw(st.integers(0, 2**32 - 1)))
+    return row._replace(
+        summary=draw(st.none() | summaries()), note=draw(st.just(b"") | st.binary(min_size=1, max_size=9))
+    )
+
+
+@FEW
+@given(st.lists(rows(), max_size=6))
+def test_rows_read_back_to_the_last_bit_from_bytes_from_columns_and_from_a_sealed_segment(drawn):
+    forms = [pack(row) for row in drawn]
+    assert [pack(unpack(form)) for form in forms] == forms
+    columns = Columns.of(drawn)
+    assert [pack(columns.row(at)) for at in range(len(drawn))] == forms
+    assert columns.arrays["check"].tolist() == [google_crc32c.value(form) for form in forms]
+    plain = [
+        row._replace(has_tensor=False, dtype="", shape=(), bytes_of=0, offset=0, length=0, crc32c=0) for row in drawn
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        seal(Path(folder), 0, Sealing(b"whatever", 0, plain), following=lambda: None)
+        found = Sealed(LocalFolder(Path(folder)), "segment-00000.safetensors")
+        back = found.columns()
+        assert [pack(back.row(at)) for at in range(found.rows)] == [pack(row) for row in plain]
+        found.look_through()
+        assert found.damage == []
+
+
+RUN = b"thisrun!"
+
+
 @MANY
 @given(st.integers(0, 10**6), POINTS, MOMENTS)
-def test_a_journal_line_is_one_line_and_reads_back(number, point, moment):
-    raw = record_line(number, str(point), moment)
-    assert raw.count(b"\n") == 1
-    [line] = lines(raw)
-    assert line.record is not None
-    assert (line.record.record, Point.parse(line.record.point), line.record.moment) == (number, point, moment)
+def test_a_journals_frame_reads_back(number, point, moment):
+    [row] = read(row_frame(RUN, Row(number, str(point), *moment_of(moment)))[0]).rows
+    assert (row.record, Point.parse(row.point), row.moment) == (number, point, moment)
+
+
+def moment_of(moment: Moment) -> tuple:
+    return moment.epoch, moment.step, moment.batch, moment.call, moment.rank
 
 
 @MANY
 @given(st.lists(POINTS, min_size=1, max_size=4), st.data())
-def test_a_changed_journal_loses_lines_and_never_gains_or_alters_one(points, data):
-    raw = b"".join(record_line(n, str(p), Moment(step=n)) for n, p in enumerate(points))
-    originals = {line.record for line in lines(raw)}
+def test_a_changed_journal_loses_rows_and_never_gains_or_alters_one(points, data):
+    schema = frame(RUN, 1, b'{"format":"layerscope","version":2,"rank":0,"run":"%s"}' % RUN.hex().encode())
+    raw = schema + b"".join(row_frame(RUN, Row(n, str(p), None, n, 0, 0, 0))[0] for n, p in enumerate(points))
+    originals = set(read(raw).rows)
+    assert len(originals) == len(points)
     start = data.draw(st.integers(0, len(raw) - 1))
     end = data.draw(st.integers(start, min(len(raw), start + 30)))
     changed = raw[:start] + data.draw(st.binary(max_size=30)) + raw[end:]
-    read = [line.record for line in lines(changed) if line.record is not None]
-    assert set(read) <= originals
+    assert set(read(changed).rows) <= originals
 
 
 @MANY
 @given(st.binary(max_size=500))
 def test_any_bytes_can_be_read_as_a_journal(raw):
     try:
-        assert all(line.record is None for line in lines(raw))
+        assert read(raw).rows == []
     except NewerFormat:
         raise AssertionError("random bytes were taken for a journal of the future") from None

@@ -8,13 +8,13 @@ The README beside this file states the format.
 
 from __future__ import annotations
 
-from layerscope.store.index import cache_folder
+from layerscope.store.cache import cache_folder
 from layerscope.store.layouts.writing import Converted, convert
 from layerscope.store.manifest import Completeness, Dropped, Manifest, Missing
 from layerscope.store.memory import MemoryRun
-from layerscope.store.reader import Entry, Reader
+from layerscope.store.opening import open_run
 from layerscope.store.recovery import Damage, Recovery, recover
-from layerscope.store.run import Run, open_run
+from layerscope.store.run import Entry, Run
 from layerscope.store.selecting import selected
 from layerscope.store.table import Table
 from layerscope.store.writer import Blob, Writer
@@ -29,7 +29,6 @@ __all__ = [
     "Manifest",
     "MemoryRun",
     "Missing",
-    "Reader",
     "Recovery",
     "Run",
     "Table",

@@ -9,40 +9,31 @@ Names inside a run are fixed or numbered, and joined with `/`; nothing a model i
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import stat
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
-from layerscope.errors import MissingExtra, NotARun
-
-__all__ = [
-    "PARTIAL",
-    "SEALED",
-    "Address",
-    "Folder",
-    "LocalFolder",
-    "RemoteFolder",
-    "folder",
-    "is_journal",
-    "journal_order",
-    "rank_folder",
-    "rank_of",
-    "segment",
-    "segment_of",
-    "sync_directory",
-    "write_all",
-]
+from layerscope.errors import Damaged, LayerscopeError, MissingExtra, NotARun
 
 Address = str | os.PathLike[str]
 
 SEALED = ".safetensors"
 PARTIAL = ".partial"
+JOURNAL = ".journal"
+
+READING = os.O_RDONLY
+WRITING = os.O_RDWR
+_SAFELY = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 _RANK = re.compile(r"rank-(\d{5,9})")
-_SEGMENT = re.compile(r"segment-(\d{5,9})(\.safetensors|\.partial)")
-_JOURNAL = re.compile(r"journal(?:-(\d{5,9}))?")
+_SEGMENT = re.compile(r"segment-(\d{5,9})(?:-(\d{5,9}))?(?:\.claim-(\d{5,9}))?(\.safetensors|\.partial|\.journal)")
+_CLAIM = re.compile(r"claim-(\d{5,9})")
+_OURS = re.compile(r"(rank-\d{5,9}/.*|run\.json)")
 
 
 def rank_folder(rank: int) -> str:
@@ -56,26 +47,68 @@ def rank_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def segment(number: int) -> str:
+class SegmentName(NamedTuple):
+    """What a segment's file name says: its number, the last one merged into it, its writer's claim, and the suffix."""
+
+    number: int
+    last: int
+    claim: int
+    kind: str
+    stem: str
+
+
+def segment(number: int, *, last: int | None = None, claim: int = 0) -> str:
     """Return the name of a segment, without the suffix that tells a sealed one from a partial one."""
-    return f"segment-{number:05d}"
+    merged = "" if last in (None, number) else f"-{last:05d}"
+    return f"segment-{number:05d}{merged}" + (f".claim-{claim:05d}" if claim else "")
 
 
-def segment_of(name: str) -> tuple[int, str] | None:
-    """Return number and suffix of the segment that `name` is, None for any other name."""
+def segment_of(name: str) -> SegmentName | None:
+    """Read the name of a segment's file; None for any other name."""
     match = _SEGMENT.fullmatch(name)
-    return (int(match[1]), match[2]) if match else None
+    if match is None:
+        return None
+    number, suffix = int(match[1]), match[4]
+    return SegmentName(number, int(match[2] or number), int(match[3] or 0), suffix, name.removesuffix(suffix))
 
 
-def is_journal(name: str) -> bool:
-    """Whether `name` is a journal, or one of the parts that a remote run's journal is put in."""
-    return _JOURNAL.fullmatch(name) is not None
+def claim_name(claim: int) -> str:
+    """Return the name of the object by which a writer elsewhere claims a rank's folder."""
+    return f"claim-{claim:05d}"
 
 
-def journal_order(name: str) -> int:
-    """Sort journals as they were written: `journal`, then its numbered parts."""
-    match = _JOURNAL.fullmatch(name)
-    return -1 if match is None or match[1] is None else int(match[1])
+def claim_of(name: str) -> int | None:
+    """Return the number of a claim, None for any other name."""
+    match = _CLAIM.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def open_regular(path: Path | str, flags: int) -> int:
+    """Open a file of a run: a regular one, reached by no link; for writing, one that has no second name.
+
+    A run that somebody gives away may hold links to anything of ours, and a pipe that nobody writes to.
+    """
+    folder = os.path.dirname(path)  # noqa: PTH120  (a column is read in less time than a Path takes)
+    if _RANK.fullmatch(os.path.basename(folder)) and stat.S_ISLNK(os.lstat(folder).st_mode):  # noqa: PTH119
+        raise Damaged(f"{folder} is a link; the files of a run lie in its own folders")
+    try:
+        fd = os.open(path, flags | _SAFELY, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Damaged(f"{path} is a link; the files of a run are opened as they are") from None
+        if error.errno == errno.ENXIO:
+            raise Damaged(f"{path} is not a regular file") from None
+        raise
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{path} is not a regular file")
+        if flags & os.O_RDWR and found.st_nlink > 1:
+            raise Damaged(f"{path} has a second name somewhere; it is not written to")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 class Folder(ABC):
@@ -98,6 +131,10 @@ class Folder(ABC):
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
         """Write a whole file, so that a reader sees the old one or the new one."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """List anew when next asked."""
 
     @abstractmethod
     def found(self) -> str:
@@ -125,28 +162,37 @@ class LocalFolder(Folder):
 
     def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytearray:
         """Return a stretch of a file."""
-        fd = os.open(self.path / name, os.O_RDONLY)
+        with self.opened(name) as fd:
+            return pread(fd, offset, length)
+
+    @contextlib.contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        """Open a file for reading; those of a run of our own are opened without following links."""
+        fd = self.open(name)
         try:
-            left = max(0, os.fstat(fd).st_size - offset)
-            data = bytearray(left if length is None else min(length, left))
-            view, done = memoryview(data), 0
-            while done < len(data):  # the system gives at most 2 GiB at a time
-                got = os.preadv(fd, [view[done:]], offset + done)
-                if not got:
-                    break
-                done += got
+            yield fd
         finally:
             os.close(fd)
-        view.release()
-        del data[done:]
-        return data
+
+    def open(self, name: str) -> int:
+        """Return a file's descriptor, which the caller closes."""
+        path = f"{self.address}/{name}"
+        if _OURS.fullmatch(name):
+            return open_regular(path, READING)
+        fd = os.open(path, READING | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise IsADirectoryError(errno.EISDIR, "that is not a regular file", path)
+        return fd
 
     def put(self, name: str, data: bytes) -> None:
         """Write beside the file, then rename over it: a kill leaves the old file or the new one."""
         path = self.path / name
         beside = path.with_name(path.name + PARTIAL)
         try:
-            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            with contextlib.suppress(FileNotFoundError):  # what a kill left, or a link that somebody put there
+                beside.unlink()
+            fd = open_regular(beside, WRITING | os.O_CREAT | os.O_EXCL)
             try:
                 write_all(fd, data)
                 os.fsync(fd)
@@ -168,6 +214,9 @@ class LocalFolder(Folder):
             with contextlib.suppress(FileExistsError), path.open("xb") as file:
                 file.write(source.read_bytes())
 
+    def forget(self) -> None:
+        """Do nothing: a folder is listed whenever it is asked for."""
+
     def found(self) -> str:
         """Say what lies there."""
         if not self.path.exists():
@@ -179,7 +228,11 @@ class LocalFolder(Folder):
 
 @final
 class RemoteFolder(Folder):
-    """A run in an object store or any other place fsspec reaches; files are put whole and never appended to."""
+    """A run in an object store or any other place fsspec reaches; files are put whole and never appended to.
+
+    What was listed is remembered until `forget`: a run is listed once, however many ranks it has. What the file
+    system raises that is no OSError, and each has its own kind, becomes one.
+    """
 
     def __init__(self, address: str) -> None:
         try:
@@ -189,47 +242,124 @@ class RemoteFolder(Folder):
                 f"{address!r} is not a local path, and reading other places takes fsspec: pip install fsspec"
             ) from error
         self.address = address.rstrip("/")
-        self._files: Any
-        self._sizes: dict[str, int | None] = {}
+        self.sends_whole = False  # a server without Range
+        self._listed: dict[str, dict[str, int | None]] = {}
+        self._url_to_fs = fsspec.core.url_to_fs
+        self._connected: tuple[int, Any] = (-1, None)
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self.address)
+            _, self._root = self._url_to_fs(self.address)
         except (ImportError, ValueError) as error:
             raise NotARun(f"fsspec cannot reach {address!r}: {error}") from error
 
+    @property
+    def _files(self) -> Any:
+        """The file system; a forked child has its own, as connections and their thread are the parent's."""
+        if self._connected[0] != os.getpid():
+            self._connected = os.getpid(), self._url_to_fs(self.address)[0]
+        return self._connected[1]
+
+    def forget(self) -> None:
+        """List anew when next asked."""
+        self._listed = {}
+
     def names(self, under: str = "") -> list[str]:
         """Return what lies there, sorted."""
+        if under not in self._listed:
+            with self._reaching(under):
+                self._files.invalidate_cache()
+                self._list(under)
+        return sorted(self._listed[under])
+
+    def _list(self, under: str) -> None:
         try:
-            self._files.invalidate_cache()
             listing = self._files.ls(self._at(under), detail=True)
         except (FileNotFoundError, NotADirectoryError):
-            return []
-        found = {str(each["name"]).rstrip("/").rsplit("/", 1)[-1]: each.get("size") for each in listing}
-        self._sizes.update({f"{under}/{name}".lstrip("/"): size for name, size in found.items()})
-        return sorted(found)
+            listing = []
+        found = {_last(each["name"]): each.get("size") for each in listing}
+        self._listed[under] = found
+        if under or not any(rank_of(name) is not None for name in found) or "http" in self._files.protocol:
+            return  # through pages of links, only to where one is known to be
+        self._listed |= {name: {} for name in found if rank_of(name) is not None}
+        root = f"{self._root}/".lstrip("/")
+        for path, each in self._files.find(self._at(""), detail=True).items():
+            rank, _, name = str(path).lstrip("/").removeprefix(root).rpartition("/")
+            if rank in self._listed:
+                self._listed[rank][name] = each.get("size")
 
     def size(self, name: str) -> int:
-        """Return a file's size, as the last listing had it where there was one: files are put once."""
-        size = self._sizes.get(name)
-        return int(self._files.size(self._at(name)) if size is None else size)
+        """Return a file's size, as the last listing had it where there was one."""
+        size = self._listed_size(name)
+        if size is None:
+            with self._reaching(name):
+                size = self._files.size(self._at(name))
+        if size is None:
+            raise OSError(f"{self.address}/{name}: the server does not say how long it is")
+        return int(size)
 
     def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytearray:
-        """Fetch a stretch of a file, and only that."""
-        if length == 0 or offset >= self.size(name):
+        """Fetch a stretch of a file, and only that; a server without Range sends the whole, which is remembered."""
+        if offset == 0 and length is None and self._listed_size(name) != 0:
+            with self._reaching(name):
+                return bytearray(self._files.cat_file(self._at(name), start=0))  # its size is not asked for first
+        size = self.size(name)
+        end = size if length is None else min(offset + length, size)
+        if offset >= end:
             return bytearray()
-        end = None if length is None else offset + length
-        return bytearray(self._files.cat_file(self._at(name), start=offset, end=end))
+        with self._reaching(name):
+            data = self._files.cat_file(self._at(name), start=offset, end=end)
+        if len(data) == size != end - offset:
+            self.sends_whole = True
+            data = memoryview(data)[offset:end]
+        return bytearray(data)
+
+    def _listed_size(self, name: str) -> int | None:
+        under, _, last = name.rpartition("/")
+        listed = self._listed.get(under)
+        if listed is not None and last not in listed:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.address}/{name}")
+        return None if listed is None else listed[last]
 
     def put(self, name: str, data: bytes) -> None:
         """Put a file whole."""
-        with contextlib.suppress(FileExistsError, NotImplementedError):
-            self._files.makedirs(self._at(name).rsplit("/", 1)[0], exist_ok=True)
-        self._files.pipe_file(self._at(name), data)
+        self._put(name, lambda path: self._files.pipe_file(path, data))
 
-    def put_file(self, name: str, source: Path) -> None:
-        """Put a file whole, read from this machine."""
-        with contextlib.suppress(FileExistsError, NotImplementedError):
-            self._files.makedirs(self._at(name).rsplit("/", 1)[0], exist_ok=True)
-        self._files.put_file(str(source), self._at(name))
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Put a file whole where its name is free; return whether it was."""
+        try:
+            self._put(name, lambda path: self._files.pipe_file(path, data, mode="create"))
+        except FileExistsError:
+            return False
+        return True
+
+    def put_file_new(self, name: str, source: Path) -> bool:
+        """Put a file of this machine whole where its name is free; return whether it was."""
+        try:
+            self._put(name, lambda path: self._files.put_file(str(source), path, mode="create"))
+        except FileExistsError:
+            return False
+        return True
+
+    def _put(self, name: str, put: Callable[[str], object]) -> None:
+        path = self._at(name)
+        with self._reaching(name):
+            try:
+                put(path)
+            except FileNotFoundError:  # a place with folders; an object store has none to make
+                self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+                put(path)
+        self.forget()
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete files; those that are gone already do not matter."""
+        paths = [self._at(name) for name in names]
+        with self._reaching(""):
+            try:
+                self._files.rm(paths)
+            except FileNotFoundError:
+                for path in paths:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._files.rm(path)
+        self.forget()
 
     def found(self) -> str:
         """Say what lies there."""
@@ -237,6 +367,26 @@ class RemoteFolder(Folder):
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else str(self._root)
+
+    @contextlib.contextmanager
+    def _reaching(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            under, _, last = name.rpartition("/")
+            if last not in self._listed.get(under, ()):
+                raise
+            why = "it was there when it was listed, and was merged since, or removed: refresh() looks again"
+            raise FileNotFoundError(errno.ENOENT, why, f"{self.address}/{name}") from error
+        except (OSError, LayerscopeError):
+            raise
+        except Exception as error:
+            where = f"{self.address}/{name}".rstrip("/")
+            raise OSError(f"{where} cannot be reached: {type(error).__name__}: {error}") from error
+
+
+def _last(path: object) -> str:
+    return str(path).rstrip("/").rsplit("/", 1)[-1]
 
 
 def folder(address: Address) -> Folder:
@@ -256,14 +406,29 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
-def sync_directory(path: Path) -> None:
-    """Make a rename outlast a power cut, where the file system has a way to."""
-    with contextlib.suppress(OSError):
+def pread(fd: int, offset: int, length: int | None) -> bytearray:
+    """Return a stretch of an open file, shorter where the file ends."""
+    left = max(0, os.fstat(fd).st_size - offset)
+    data = bytearray(left if length is None else min(length, left))
+    with memoryview(data) as view:
+        done = 0
+        while done < len(data) and (got := os.preadv(fd, [view[done:]], offset + done)):
+            done += got  # the system gives at most 2 GiB at a time
+    del data[done:]
+    return data
+
+
+def sync_directory(path: Path) -> bool:
+    """Make a rename outlast a power cut; False where that failed. A file system that has no such way counts as done."""
+    try:
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
+    except OSError as error:
+        return error.errno in (errno.EINVAL, errno.ENOTSUP)
+    return True
 
 
 def _few(names: list[str]) -> str:

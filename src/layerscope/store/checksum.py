@@ -13,8 +13,6 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "bytes_of", "crc32c", "text"]
-
 Bytes = npt.NDArray[np.uint8]
 
 # google-crc32c keeps the interpreter lock while it works: 1 MiB is 40 microseconds of somebody else's time.

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from layerscope.errors import Unsupported
 
-__all__ = ["STORED", "Stored", "nbytes", "stored"]
-
 
 class Stored(NamedTuple):
     """One dtype on disk: the safetensors code, bytes per torch element, and how shapes are told.

@@ -12,11 +12,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from typing import final
 
 from layerscope.store.manifest import Dropped
-
-__all__ = ["Losses"]
 
 log = logging.getLogger("layerscope")
 
@@ -28,8 +27,9 @@ _MOST_SAID = 20
 class Losses:
     """Counts for one run; may be used by several threads."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, heard: Callable[[Dropped], None] = lambda loss: None) -> None:
+        """`heard` is told of each loss, with the count of all of its kind."""
+        self._address, self._heard = address, heard
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], int] = {}
         self._firsts: dict[tuple[str, str], str] = {}
@@ -45,7 +45,8 @@ class Losses:
         """Count one record, and say so if it is the first for this reason."""
         with self._lock:
             self._firsts.setdefault((point, reason), moment)
-            self._counts[point, reason] = self._counts.get((point, reason), 0) + 1
+            counted = self._counts[point, reason] = self._counts.get((point, reason), 0) + 1
+        self._heard(Dropped(point, counted, reason, self._firsts[point, reason]))
         self.say(
             f"{point} at {moment} is not recorded: {reason}. Recording goes on; further losses of this kind are "
             "counted under `dropped` and not said again.",

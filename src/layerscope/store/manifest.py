@@ -13,24 +13,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from layerscope.errors import Damaged, NewerFormat
+from layerscope.errors import Damaged, NewerFormat, NotARun
 from layerscope.store import strictjson
-
-__all__ = [
-    "FORMAT",
-    "NAME",
-    "STATES",
-    "VERSION",
-    "Completeness",
-    "Dropped",
-    "Manifest",
-    "Missing",
-    "check_version",
-    "now",
-]
+from layerscope.store.checksum import crc32c, text
 
 FORMAT = "layerscope"
-VERSION = 1
+VERSION = 2
 NAME = "run.json"
 
 # From worst to best: a run of several ranks is in the worst state that one of them is in.
@@ -116,7 +104,9 @@ class Manifest:
     """What made a run: the model and its mode, where and with what it ran, what was tapped, how complete it is.
 
     `weights` maps module names to fingerprints, `aliases` an alias to the points it stands for (text
-    forms), `shared` the other names of a shared module to its first; `settings` is the caller's.
+    forms), `shared` the other names of a shared module to its first; `settings` is the caller's. `ranks` is how many
+    processes had begun to record when it was written, so that a folder of theirs that vanished is missed, and
+    `segments` how many records and bytes each sealed segment of this rank has, for the same reason.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -132,25 +122,33 @@ class Manifest:
     settings: dict[str, Any] = field(default_factory=dict)
     started: str = field(default_factory=now)
     completeness: Completeness = field(default_factory=Completeness)
+    ranks: int | None = None
+    segments: dict[str, list[int]] = field(default_factory=dict)
 
     def dumps(self) -> str:
-        """Write `run.json`: strict JSON, indented, ending in a newline."""
+        """Write `run.json`: strict JSON, indented, ending in a newline; its last key is the crc32c of all before it."""
         value = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return strictjson.dumps(value, indent=1) + "\n"
+        body = strictjson.dumps(value, indent=1).removesuffix("\n}")
+        return f'{body},\n "check": "{text(crc32c(body.encode()))}"\n}}\n'
 
     @classmethod
-    def loads(cls, text: str | bytes | bytearray) -> Manifest:
+    def loads(cls, data: str | bytes | bytearray) -> Manifest:
         """Read `run.json` back.
 
-        Raises NewerFormat for a later version, and Damaged for what is no manifest; keys this version
-        does not know are passed over.
+        Raises NewerFormat for a later version, NotARun for the first, and Damaged for what is not what was written.
         """
+        raw = data.encode() if isinstance(data, str) else bytes(data)
         try:
-            value = strictjson.loads(text)
+            value = strictjson.loads(raw)
         except (ValueError, RecursionError) as error:
             raise Damaged(f"{NAME} is not JSON ({error})") from error
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise Damaged(f"{NAME} does not say that it is a {FORMAT} run")
+        body, _, check = raw.rpartition(b',\n "check": ')
+        if check != b'"%s"\n}\n' % text(crc32c(body)).encode():
+            if not check.startswith(b'"'):  # the first format had none
+                check_version(value.get("version"))
+            raise Damaged(f"{NAME} is not what was written: its checksum differs")
         check_version(value.get("version"))
         known = {f.name: value[f.name] for f in fields(cls) if f.name in value}
         for name, is_right in _RIGHT.items():
@@ -169,6 +167,7 @@ class Manifest:
             aliases=self.aliases | later.aliases,
             shared=self.shared | later.shared,
             started=self.started,
+            segments=self.segments | later.segments,
         )
 
 
@@ -176,6 +175,8 @@ def check_version(version: object) -> None:
     """Refuse a format of the future, and what is no version at all."""
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise Damaged(f"there is no format version (found {version!r})")
+    if version < VERSION:
+        raise NotARun(f"this run was written by format {version}, which was never released; record it again")
     if version > VERSION:
         raise NewerFormat(
             f"this run was written by format {version}; this layerscope reads up to {VERSION}: upgrade layerscope"
@@ -212,6 +213,10 @@ _RIGHT: dict[str, Callable[[Any], bool]] = {
     "settings": lambda v: isinstance(v, dict),
     "started": _is_text,
     "completeness": lambda v: isinstance(v, dict),
+    "ranks": lambda v: v is None or _is_count(v),
+    "segments": lambda v: (
+        isinstance(v, dict) and all(isinstance(n, list) and all(map(_is_count, n)) for n in v.values())
+    ),
 }
 
 

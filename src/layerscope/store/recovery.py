@@ -2,52 +2,53 @@
 
     recovery = recover("runs/fp32")       # Recovery(sealed=1, records=37, lost=[])
 
-The journal says what each `.partial` holds; every checksum is verified before the header is written, and those of
-the segments that were sealed already are verified too. Running it again, or after it was itself killed, changes
-nothing that was right.
+A journal says what the partial beside it holds; both become a sealed segment, and every tensor's bytes are verified,
+those of the segments that were sealed already as well. Running it again, or after it was itself killed, changes nothing
+that was right.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from layerscope.errors import Damaged, LayerscopeError, NotARun, Unsupported
+from layerscope.errors import Damaged, NotARun, Unsupported
+from layerscope.store import journal
 from layerscope.store.address import (
+    JOURNAL,
     PARTIAL,
+    READING,
     SEALED,
     Address,
     LocalFolder,
     folder,
-    is_journal,
-    journal_order,
+    open_regular,
     rank_folder,
     rank_of,
     segment,
     segment_of,
 )
-from layerscope.store.appender import JOURNAL
 from layerscope.store.checksum import crc32c
-from layerscope.store.dtypes import nbytes
-from layerscope.store.journal import Journal, Record, walk
-from layerscope.store.manifest import NAME, Completeness, Manifest
-from layerscope.store.segment import ROOM, entry, gap, seal
-
-__all__ = ["Damage", "Leftovers", "Progress", "Recovery", "recover", "seal_leftovers"]
+from layerscope.store.columns import Row
+from layerscope.store.manifest import NAME, Completeness, Dropped, Manifest
+from layerscope.store.rank_lock import RankLock
+from layerscope.store.segment import ROOM, Sealed, Sealing, placed_wrongly, seal
 
 Progress = Callable[[str, int, int], None]
 
 _PIECE = 4 << 20
+_DAMAGED = ".damaged"
+NOTHING_ELSE = "and nothing else says what the partial holds"
 
 
 class Damage(NamedTuple):
     """Something that was written and cannot be read: in which file, what, and of which record if that is known.
 
-    A kill in the middle of a line loses what was never `acknowledged`; everything else should not have happened.
+    A kill in the middle of a frame loses what was never `acknowledged`; everything else should not have happened.
     """
 
     file: str
@@ -69,245 +70,276 @@ class Recovery(NamedTuple):
     verified: int = 0
 
 
-class Leftovers(NamedTuple):
-    """What a rank's folder holds after its partial segments were sealed, and where a writer goes on."""
+@dataclass(slots=True)
+class Leftovers:
+    """What a rank's folder holds after its pairs were sealed, and where a writer goes on.
 
-    sealed: int
-    verified: int
-    lost: list[Damage]
-    lines: int
-    next_record: int
-    next_segment: int
-    next_step: int
-    verified_before: int = 0
+    `segments` has records and bytes of each, and `losses` what their writers had to drop: by recording, point, reason.
+    """
+
+    sealed: int = 0
+    recovered: int = 0
+    verified: int = 0
+    records: int = 0
+    next_record: int = 0
+    next_segment: int = 0
+    next_step: int = 0
+    lost: list[Damage] = field(default_factory=list)
+    segments: dict[str, list[int]] = field(default_factory=dict)
+    losses: dict[tuple[str, str, str], Dropped] = field(default_factory=dict)
 
 
-def recover(address: Address, *, progress: Progress | None = None) -> Recovery:
-    """Seal every partial segment of a run whose writer is gone, and verify every record's bytes.
+def recover(address: Address, *, to: Address | None = None, progress: Progress | None = None) -> Recovery:
+    """Seal every segment of a run whose writer is gone, and verify every record's bytes.
+
+    With `to` the run is the spool of one that was recorded elsewhere: what of it is not there is put there, and the
+    spool removed, unless something in it is damaged.
 
     Raises RunBusy when the writer is not gone, OSError when it cannot be done. A record that is damaged in a sealed
-    segment is named in `lost`, and the segment is left as it is.
-    `progress` is called with a segment's name, records verified and records to verify.
+    segment is named in `lost`, and the segment is left as it is. `progress` is called with a segment's name, records
+    verified and records to verify.
     """
     files = folder(address)
     if not isinstance(files, LocalFolder):
         raise Unsupported(
             f"{files.address} has nothing to recover: a run that is not on this machine's disk is put there in sealed "
             "pieces. What a killed writer had not yet put is in its spool, a layerscope-spool-* folder among the "
-            "temporary files of its machine."
+            f"temporary files of its machine: `layerscope recover SPOOL --to {files.address}` puts it."
         )
     ranks = [rank for name in files.names() if (rank := rank_of(name)) is not None]
     if not ranks:
         raise NotARun(f"{files.address} is not a run: {files.found()}; a run has folders rank-00000, rank-00001, ...")
-    manifest = _manifest(files, NAME)
     told = progress or (lambda name, done, total: None)
-    sealed = verified = whole = 0
+    sealed = recovered = verified = 0
     lost: list[Damage] = []
     trouble: list[OSError] = []
     for rank in ranks:
         path = files.path / rank_folder(rank)
-        if not (path / JOURNAL).exists():
-            good, bad = _verify_parts(files, rank, told)
-            whole += good
-            lost += bad
-            continue
-        journal = Journal(path / JOURNAL)
         try:
-            left = seal_leftovers(journal, rank=rank, verify=True, progress=told)
+            if path.is_symlink():
+                raise Damaged(f"{path} is a link; the files of a run lie in its own folders")
             name = NAME if rank == 0 else f"{rank_folder(rank)}/{NAME}"
-            own = manifest if rank == 0 else _manifest(files, name)
-            lost += _vanished(own, f"{rank_folder(rank)}/{JOURNAL}", left)
-            _settle(files, name, own, lines=left.lines)
+            with RankLock(path):
+                own = _manifest(files, name)
+                left = seal_leftovers(path, rank=rank, known=own, verify=True, progress=told)
+                _settle(files, name, own, left)
         except OSError as error:  # one rank's trouble, a full disk for one, must not keep the others from being sealed
             trouble.append(error)
             continue
-        finally:
-            journal.close()
-        sealed += left.sealed
-        verified += left.verified
-        whole += left.verified + left.verified_before
+        sealed, recovered, verified = sealed + left.sealed, recovered + left.recovered, verified + left.verified
         lost += left.lost
     if trouble:
         raise trouble[0]
-    return Recovery(sealed, verified, lost, whole)
+    if to is not None:
+        from layerscope.store.uploader import put_spool
+
+        put_spool(files, to, ranks, keep=any(damage.acknowledged for damage in lost))
+    return Recovery(sealed, recovered, lost, verified)
 
 
 def seal_leftovers(
-    journal: Journal, *, rank: int, verify: bool = False, progress: Progress = lambda name, done, total: None
+    path: Path,
+    *,
+    rank: int,
+    known: Manifest | None = None,
+    verify: bool = False,
+    progress: Progress = lambda name, done, total: None,
 ) -> Leftovers:
-    """Seal the partial segments beside a journal that the caller has locked, and cut off the journal's torn end.
+    """Seal the pairs in a rank's folder, which the caller has locked; `known` is what `run.json` says of it.
 
-    With `verify` the records of the other segments are checked too, which reads everything.
+    With `verify` the bytes of every record are checked too, which reads everything.
     """
-    path = journal.path.parent
-    files = LocalFolder(path)
-    present = [found for name in files.names() if (found := segment_of(name)) is not None]
-    partial = _numbers(present, PARTIAL) - _numbers(present, SEALED)
-    wanted: dict[int, list[Record]] = {number: [] for number in partial}
-    others: dict[int, list[Record]] = {}
-    lost: list[Damage] = []
-    where = f"{path.name}/{JOURNAL}"
-    count, next_record, next_segment, next_step = 0, 0, max((number for number, _ in present), default=-1) + 1, 0
-    torn = None
-    size = journal.size
-    for line in walk(files, JOURNAL, whole=True):
-        if line.damage and journal.torn and line.at + line.size == size:
-            torn = line
-        elif line.damage:
-            lost.append(Damage(where, f"byte {line.at}: {line.damage}"))
-        if line.record is None:
+    left = Leftovers()
+    files = LocalFolder(path.parent)
+    kinds: dict[int, set[str]] = {}
+    names = [found for name in files.names(path.name) if (found := segment_of(name)) is not None]
+    for found in names:
+        if found.stem == segment(found.number):  # others were sealed elsewhere: merged there, or by a later claim
+            kinds.setdefault(found.number, set()).add(found.kind)
+    said = {} if known is None else known.segments
+    there = [*names, *(found for name in said if (found := segment_of(name + SEALED)) is not None)]
+    left.next_segment = max((found.last for found in there), default=-1) + 1
+    for number in sorted(kinds):
+        if kinds[number] != {SEALED}:
+            _seal_pair(files, path, number, kinds[number], rank, left, verify=verify)
+    merged: set[str] = set()
+    names.sort(key=lambda each: (each.claim, each.number, -each.last))  # a merged one before what it was merged of
+    for stem in dict.fromkeys(found.stem for found in names):
+        name = f"{path.name}/{stem}{SEALED}"
+        if stem in merged:
             continue
-        count += 1
-        next_record = max(next_record, line.record.record + 1)
-        next_step = max(next_step, line.record.step + 1)
-        if line.record.placed is not None:
-            next_segment = max(next_segment, line.record.placed.segment + 1)
-            number = line.record.placed.segment
-            if number in partial:
-                wanted[number].append(line.record)
-            elif verify:
-                others.setdefault(number, []).append(line.record)
-    damaged = bool(lost)
-    if torn is not None:
-        never = f"byte {torn.at}: {torn.size} bytes of a last line that was never finished"
-        lost.append(Damage(where, never, acknowledged=False))
-        journal.cut(torn.at)
-    elif journal.torn:
-        journal.complete()
-    sealed = verified = 0
-    for number in sorted(partial):
-        records = wanted[number]
-        file = path / (segment(number) + PARTIAL)
-        done, good, bad = _seal(file, records, rank=rank, keep_tail=damaged, progress=progress)
-        sealed += done
-        verified += good
-        lost += bad
-    before, bad = _verify(path, others, progress)
-    lost += bad
-    return Leftovers(sealed, verified, lost, count, next_record, next_segment, next_step, before)
+        try:
+            table = Sealed(files, name)
+            rows = _rows(table, name, left)
+        except FileNotFoundError:
+            continue
+        except Damaged as error:
+            left.lost.append(Damage(name, str(error)))
+            continue
+        _count(left, stem, table, rows)
+        merged.update(() if table.damage else table.merged)
+        if verify:
+            left.verified += _verify(path, name, rows, left, progress)
+    for name, (records, _) in said.items():
+        if name not in left.segments and name not in merged:
+            left.lost.append(Damage(f"{path.name}/{name}{SEALED}", f"it is not there, and held {records} records"))
+    return left
 
 
-def _seal(
-    partial: Path, records: list[Record], *, rank: int, keep_tail: bool, progress: Progress
-) -> tuple[bool, int, list[Damage]]:
-    """Seal one segment with the records whose bytes are what was written.
-
-    Returns whether there was something to seal, how many records are in it, and what became of the others.
-    """
-    where = f"{partial.parent.name}/{partial.name}"
-    lost: list[Damage] = []
-    entries: list[str] = []
-    taken: set[int] = set()
-    end = ROOM
-    fd = os.open(partial, os.O_RDWR)
+def _seal_pair(
+    files: LocalFolder, path: Path, number: int, kinds: set[str], rank: int, left: Leftovers, *, verify: bool
+) -> None:
+    """Make one sealed file of a partial and its journal; where a sealed one is there too, it counts if it reads."""
+    stem = segment(number)
+    where = f"{path.name}/{stem}"
+    rows, checks, losses, run, is_whole = _journal_of(files, path, where, kinds, left)
+    if SEALED in kinds:
+        good, well = _readable(files, f"{where}{SEALED}")
+        if good > len(rows) or (well and good == len(rows)):
+            (path / (stem + JOURNAL)).unlink(missing_ok=True)
+            (path / (stem + PARTIAL)).unlink(missing_ok=True)
+            return
+        if PARTIAL not in kinds:
+            (path / (stem + SEALED)).rename(path / (stem + PARTIAL))
+    partial = path / (stem + PARTIAL)
+    fd = None
     try:
-        size = os.fstat(fd).st_size
-        for done, record in enumerate(sorted(records, key=lambda r: (r.placed or (0, 0))[1])):
-            progress(f"{partial.parent.name}/{partial.stem}", done, len(records))
-            reason = "its record number is given twice" if record.record in taken else _wrong(fd, size, end, record)
-            if reason or record.placed is None or record.dtype is None or record.shape is None:
-                lost.append(Damage(where, str(reason), record.point, str(record.moment)))
-                continue
-            placed = record.placed
-            if placed.offset > end:
-                entries.append(gap(end, placed.offset - end))
-            entries.append(entry(record.record, record.dtype, record.shape, offset=placed.offset, length=placed.length))
-            taken.add(record.record)
-            end = placed.offset + placed.length
-        progress(f"{partial.parent.name}/{partial.stem}", len(records), len(records))
-        # Bytes behind the last record: nobody was told that they are there, unless the line that told was damaged.
-        if size > end and (keep_tail or lost):
-            entries.append(gap(end, size - end))
-            end = size
-        if not entries:
-            partial.unlink()
-            return False, 0, lost
-        os.ftruncate(fd, end)
-        seal(fd, partial, entries, rank=rank)
+        if partial.exists():
+            fd = open_regular(partial, os.O_RDWR)
+            size = os.fstat(fd).st_size
+        else:
+            size = 0
+        kept, gone = [], []
+        for row in rows:
+            wrong = placed_wrongly(row, size) if row.has_tensor else None
+            if wrong is None:
+                kept.append(row)
+            else:
+                gone.append(row)
+                left.lost.append(Damage(f"{where}{PARTIAL}", wrong, row.point, str(row.moment)))
+        losses += _counted(gone)
+        end = 0 if is_whole or size <= ROOM else size  # bytes that a damaged journal may have spoken of are kept
+        if not (kept or losses or end):
+            partial.unlink(missing_ok=True)
+            (path / (stem + JOURNAL)).unlink(missing_ok=True)
+            return
+        damaged = _damaged(fd, kept) if verify and fd is not None else frozenset()
+        what = Sealing(run, rank, kept, None if gone else checks, losses, unkeyed=damaged, end=end)
+        seal(path, number, what, fd, following=lambda: None)
     except ValueError as error:  # only a journal that no writer of ours wrote
-        return False, 0, [*lost, Damage(where, str(error))]
+        left.lost.append(Damage(f"{where}{JOURNAL}", str(error)))
+        return
     finally:
-        os.close(fd)
-    return True, len(taken), lost
+        if fd is not None:
+            os.close(fd)
+    left.sealed += 1
+    left.recovered += len(kept)
 
 
-def _verify(path: Path, segments: Mapping[int, list[Record]], progress: Progress) -> tuple[int, list[Damage]]:
-    """Return how many records of a rank's sealed segments are what was written, and what is wrong with the others."""
-    bad = [
-        damage
-        for number, records in sorted(segments.items())
-        for damage in _damage(path / (segment(number) + SEALED), records, progress)
-    ]
-    return sum(map(len, segments.values())) - len(bad), bad
+def _counted(gone: Sequence[Row]) -> list[Dropped]:
+    """Count the records of each point whose bytes are not there."""
+    moments: dict[str, list[str]] = {}
+    for row in gone:
+        moments.setdefault(row.point, []).append(str(row.moment))
+    return [Dropped(point, len(at), "its bytes were gone after a kill", at[0]) for point, at in moments.items()]
 
 
-def _verify_parts(files: LocalFolder, rank: int, progress: Progress) -> tuple[int, list[Damage]]:
-    """Verify a rank that has no journal of its own: one that was put elsewhere in parts, or has lost it."""
-    under = rank_folder(rank)
-    names = files.names(under)
-    parts = sorted(filter(is_journal, names), key=journal_order)
-    if not parts:
-        held = sum(segment_of(name) is not None for name in names)
-        reason = f"it is not there, and nothing else says what the segments hold ({held} are there)"
-        return 0, [Damage(f"{under}/{JOURNAL}", reason)]
-    lost: list[Damage] = []
-    segments: dict[int, list[Record]] = {}
-    for name in parts:
-        for line in walk(files, f"{under}/{name}", whole=True):
-            if line.damage:
-                lost.append(Damage(f"{under}/{name}", f"byte {line.at}: {line.damage}"))
-            if line.record is not None and line.record.placed is not None:
-                segments.setdefault(line.record.placed.segment, []).append(line.record)
-    verified, bad = _verify(files.path / under, segments, progress)
-    return verified, lost + bad
+def _damaged(fd: int, rows: Sequence[Row]) -> frozenset[int]:
+    """Return the records whose bytes are not what was written."""
+    tensors = [row for row in rows if row.has_tensor]
+    return frozenset(row.record for row in tensors if _sum(fd, row.offset, row.length) != row.crc32c)
 
 
-def _vanished(manifest: Manifest | None, name: str, left: Leftovers) -> list[Damage]:
-    """Notice lines that are gone without a trace: a journal that was cut between two of them."""
-    said = 0 if manifest is None else manifest.completeness.records
-    there = left.lines + sum(not damage.point for damage in left.lost)
-    return [Damage(name, f"{NAME} speaks of {said} records, and it holds {left.lines}")] if there < said else []
+def _journal_of(
+    files: LocalFolder, path: Path, where: str, kinds: set[str], left: Leftovers
+) -> tuple[list[Row], list[int], list[Dropped], bytes, bool]:
+    """Read a pair's journal, and tell whether all of it reads; where not, it is kept beside under another name."""
+    holds = False
+    if PARTIAL in kinds:
+        with files.opened(f"{where}{PARTIAL}") as fd:
+            holds = os.fstat(fd).st_size > ROOM
+    if JOURNAL not in kinds:
+        if holds:
+            left.lost.append(Damage(f"{where}{JOURNAL}", f"it is not there, {NOTHING_ELSE}"))
+        return [], [], [], os.urandom(8), False
+    data = files.read(f"{where}{JOURNAL}")
+    found = journal.read(data)
+    left.lost += [Damage(f"{where}{JOURNAL}", f"byte {at}: {why}") for at, why in found.damage]
+    if found.torn:
+        never = f"byte {found.end}: {found.torn} bytes of a last frame that was never finished"
+        left.lost.append(Damage(f"{where}{JOURNAL}", never, acknowledged=False))
+    if not found.end and holds:
+        left.lost.append(Damage(f"{where}{JOURNAL}", f"nothing of it reads, {NOTHING_ELSE}"))
+    if found.damage or (holds and not found.end):
+        name = Path(where).name + JOURNAL + _DAMAGED
+        if not (path / name).exists():
+            files.put(f"{path.name}/{name}", bytes(data))
+    is_whole = bool(found.end) and not (found.damage or found.torn)
+    return found.rows, found.checks, found.losses, found.run if found.end else os.urandom(8), is_whole
 
 
-def _damage(sealed: Path, records: list[Record], progress: Progress) -> list[Damage]:
-    """Return what is wrong with the records of a sealed segment, which is only read."""
-    where = f"{sealed.parent.name}/{sealed.name}"
-    lost: list[Damage] = []
+def _readable(files: LocalFolder, name: str) -> tuple[int, bool]:
+    """Return how many rows of a sealed segment read, -1 where none of it does, and whether all of its table does."""
     try:
-        fd = os.open(sealed, os.O_RDONLY)
-    except FileNotFoundError:
-        return [Damage(where, "it is not there", record.point, str(record.moment)) for record in records]
+        found = Sealed(files, name)
+    except Damaged:
+        return -1, False
+    found.look_through()
+    return found.rows - len(found.bad), not found.damage
+
+
+def _rows(found: Sealed, name: str, left: Leftovers) -> list[Row]:
+    """Return the rows of a sealed segment that are what was written, and name the others."""
+    columns = found.columns()
+    found.look_through()
+    left.lost += [Damage(name, reason if at is None else f"record {at}: {reason}") for reason, at in found.damage]
+    return [columns.row(at) for at in range(found.rows) if at not in found.bad]
+
+
+def _count(left: Leftovers, stem: str, found: Sealed, rows: Sequence[Row]) -> None:
+    left.records += len(rows)
+    left.segments[stem] = [found.rows, found.size]
+    for loss in found.losses:  # each segment has the count of all until then
+        known = left.losses.get((found.run, loss.point, loss.reason))
+        if known is None or known.count < loss.count:
+            left.losses[found.run, loss.point, loss.reason] = loss
+    left.next_record = max([left.next_record, *(row.record + 1 for row in rows)])
+    left.next_step = max([left.next_step, *(row.step + 1 for row in rows)])
+
+
+def _verify(path: Path, name: str, rows: Sequence[Row], left: Leftovers, progress: Progress) -> int:
+    """Return how many tensors of a sealed segment are what was written, and name the others."""
+    told = name.removesuffix(SEALED)
+    tensors = [row for row in rows if row.has_tensor]
+    good, sums = 0, {}
+    fd = open_regular(path.parent / name, READING)
     try:
         size = os.fstat(fd).st_size
-        for done, record in enumerate(records):
-            progress(f"{sealed.parent.name}/{sealed.stem}", done, len(records))
-            reason = _wrong(fd, size, ROOM, record)
-            if reason:
-                lost.append(Damage(where, reason, record.point, str(record.moment)))
-        progress(f"{sealed.parent.name}/{sealed.stem}", len(records), len(records))
+        for done, row in enumerate(tensors):
+            progress(told, done, len(tensors))
+            reason = placed_wrongly(row, size)
+            if reason is None:
+                place = (row.offset, row.length)
+                if place not in sums:
+                    sums[place] = _sum(fd, *place)
+                reason = (
+                    None if sums[place] == row.crc32c else "its checksum differs: the bytes are not what was written"
+                )
+            if reason is None:
+                good += 1
+            else:
+                left.lost.append(Damage(name, reason, row.point, str(row.moment)))
+        progress(told, len(tensors), len(tensors))
     finally:
         os.close(fd)
-    return lost
+    return good
 
 
-def _wrong(fd: int, size: int, end: int, record: Record) -> str | None:
-    placed = record.placed
-    if placed is None or record.dtype is None or record.shape is None:
-        return "it has no bytes"
-    try:
-        if nbytes(record.dtype, record.shape) != placed.length:
-            return f"its {placed.length} bytes are not a {record.dtype} tensor of shape {list(record.shape)}"
-    except LayerscopeError as error:
-        return str(error)
-    if placed.offset < end:
-        return "its bytes overlap those of the record before"
-    if placed.offset + placed.length > size:
-        return f"the file ends at byte {size}, before its bytes do ({placed.offset + placed.length})"
+def _sum(fd: int, offset: int, length: int) -> int:
     value = 0
-    for at in range(placed.offset, placed.offset + placed.length, _PIECE):
-        piece = os.pread(fd, min(_PIECE, placed.offset + placed.length - at), at)
-        value = crc32c(piece, value)
-    return None if value == placed.crc32c else "its checksum differs: the bytes are not what was written"
+    for at in range(offset, offset + length, _PIECE):
+        value = crc32c(os.pread(fd, min(_PIECE, offset + length - at), at), value)
+    return value
 
 
 def _manifest(files: LocalFolder, name: str) -> Manifest | None:
@@ -317,19 +349,44 @@ def _manifest(files: LocalFolder, name: str) -> Manifest | None:
     return None
 
 
-def _settle(files: LocalFolder, name: str, manifest: Manifest | None, *, lines: int) -> None:
+def _settle(files: LocalFolder, name: str, manifest: Manifest | None, left: Leftovers) -> None:
     """Say in `run.json` that the run was recovered, unless its writer had the time to say how it ended."""
     path = files.path / name
     path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
     if manifest is None:
         if path.exists():  # what a person may still read is kept
-            path.replace(path.with_name(path.name + ".damaged"))
+            path.replace(path.with_name(path.name + _DAMAGED))
         manifest = Manifest(started="", completeness=Completeness(state="unknown"))
-    if manifest.completeness.state in ("recovered", "interrupted", "complete") and path.exists():
+    done = manifest.completeness
+    ended = done.state in ("recovered", "interrupted", "complete") and path.exists()
+    if ended and not left.sealed and manifest.segments == left.segments | manifest.segments:
         return
-    completeness = replace(manifest.completeness, state="recovered", records=lines)
-    files.put(name, replace(manifest, completeness=completeness).dumps().encode())
+    dropped = together(done.dropped, left.losses.values())
+    completeness = replace(
+        done,
+        state=done.state if ended else "recovered",
+        records=left.records if not ended else done.records,
+        dropped=dropped,
+    )
+    if ended and left.sealed:
+        completeness = replace(completeness, records=max(done.records, left.records))
+    segments = manifest.segments | left.segments
+    files.put(name, replace(manifest, completeness=completeness, segments=segments).dumps().encode())
 
 
-def _numbers(found: Iterable[tuple[int, str]], suffix: str) -> set[int]:
-    return {number for number, kind in found if kind == suffix}
+def together(stated: Iterable[Dropped], journaled: Iterable[Dropped]) -> list[Dropped]:
+    """Join what `run.json` says of losses and what the segments say: each counted once, the larger count."""
+    said, found = _added(stated), _added(journaled)
+    for key, loss in found.items():
+        if key not in said or said[key].count < loss.count:
+            said[key] = loss
+    return list(said.values())
+
+
+def _added(losses: Iterable[Dropped]) -> dict[tuple[str, str], Dropped]:
+    """Add up the losses of several recordings into one run."""
+    sums: dict[tuple[str, str], Dropped] = {}
+    for loss in losses:
+        before = sums.get((loss.point, loss.reason))
+        sums[loss.point, loss.reason] = loss if before is None else replace(before, count=before.count + loss.count)
+    return sums

@@ -1,534 +1,510 @@
-"""Open a run and read it: lazily, without a copy where that is possible, and never bytes that were not written.
+"""What can be asked of recorded tensors, wherever they are kept.
 
-    run = open_run("runs/fp32")
-    run.tensor("model.layers.3", step=0)
+    run.points; run.moments
+    run.tensor("model.layers.3", step=0, call=1)
+    for record in run.records("model.layers.3"): ...
 
-Readers take no lock and write nothing into the run. A run that is being written shows what was acknowledged when it
-was opened, or last refreshed.
+A name is an alias, a module's name (its output), `name:side`, `name[leaf]`, `name:side[leaf]` or `op:NAME`. What is
+left out must be unique: otherwise the error lists what there is to choose from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sqlite3
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property, lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
-from layerscope.errors import Damaged, NotARun
-from layerscope.store.address import (
-    PARTIAL,
-    SEALED,
-    Address,
-    Folder,
-    LocalFolder,
-    folder,
-    is_journal,
-    rank_folder,
-    rank_of,
-    segment,
-)
-from layerscope.store.checksum import Bytes, bytes_of, crc32c
-from layerscope.store.dtypes import STORED, nbytes, stored
-from layerscope.store.index import Index, Row, cached
-from layerscope.store.journal import lines, rest_of
-from layerscope.store.layouts import LAYOUTS, Place, recognised
-from layerscope.store.manifest import NAME, Completeness, Manifest
-from layerscope.store.reader import Reader, T
-from layerscope.store.recovery import Damage
-from layerscope.store.segment import ROOM, Placed
+from layerscope.errors import Ambiguous, BadText, NoSuchPoint
+from layerscope.points import Moment, Point, unwrapped
+from layerscope.report import html
+from layerscope.store.address import folder
+from layerscope.store.columns import Array
+from layerscope.store.floors import Floors, read_floors
+from layerscope.store.manifest import Dropped, Manifest, Missing
+from layerscope.store.records import WHEN, Records
+from layerscope.store.source import Source
+from layerscope.store.table import Table, table_of
 
 if TYPE_CHECKING:
     import torch
 
     from layerscope.stats import Summary
+    from layerscope.store.recovery import Damage
 
-__all__ = ["Run", "open_run"]
+T = TypeVar("T")
 
-# A manifest of a hundred thousand modules takes about 10 MB.
-_LARGEST_MANIFEST = 256 << 20
-
-
-def open_run(address: Address, *, mode: str | None = None) -> Reader:
-    """Open a run, or a dump in another layout, by path, `file://` or any fsspec address.
-
-    An address may end in `:MODE` where that is not part of its name: `layer_outputs:2-1`. Raises NotARun with what was
-    found there instead, or with the modes there are; Ambiguous when there are several and none was asked for.
-    """
-    place = _place(address, mode)
-    reader: Reader | None = native(place.files) if place.file is None else None
-    if reader is None:
-        reader = recognised(place)
-    if reader is None:
-        raise NotARun(
-            f"{place.address} is not a run: {place.found()}. A run is a folder with {NAME} and rank-00000/journal in "
-            f"it, or a dump in a layout of {', '.join(name.replace('_', '-') for name in LAYOUTS)}"
-        )
-    if place.mode not in (None, reader.manifest.mode):
-        known = reader.manifest.mode
-        there = f"that is mode {known}" if known is not None else f"a {reader.layout} run that names no mode"
-        raise NotARun(f"{place.address} has no mode {place.mode!r}: {there}")
-    return reader
+_LISTED = 10
 
 
-def _place(address: Address, mode: str | None) -> Place:
-    """Tell a mode behind a colon from a name that has one: what exists under its whole name is meant so."""
-    files = folder(address)
-    before, colon, asked = os.fspath(address).rpartition(":")
-    if colon and before and asked and "/" not in asked and not _exists(files) and _exists(folder(before)):
-        if mode not in (None, asked):
-            raise NotARun(f"{address} asks for mode {asked!r}, and mode={mode!r} for another; ask for one of them")
-        files, mode = folder(before), asked
-    if isinstance(files, LocalFolder):
-        if files.path.is_file():
-            return Place(LocalFolder(files.path.parent), files.path.name, mode)
-    elif files.names() == [files.address.rpartition("/")[2]]:  # fsspec lists a file as itself
-        above, _, name = files.address.rpartition("/")
-        return Place(folder(above), name, mode)
-    return Place(files, None, mode)
+@lru_cache(maxsize=1 << 16)
+def parsed(point: str) -> Point:
+    """Read a point's text form; a run has few points and many records."""
+    return Point.parse(point)
 
 
-def _exists(files: Folder) -> bool:
-    return files.path.exists() if isinstance(files, LocalFolder) else bool(files.names())
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One record: where and when it was taken, and what was kept of it.
 
-
-def native(files: Folder) -> Run | None:
-    """Recognise a run in layerscope's own layout."""
-    names = files.names()
-    ranks = [rank for name in names if (rank := rank_of(name)) is not None]
-    has_journal = any(is_journal(name) for rank in ranks for name in files.names(rank_folder(rank)))
-    try:
-        manifest = _read_manifest(files, NAME)
-    except Damaged:
-        return Run(files) if has_journal else None
-    return Run(files) if manifest is not None or has_journal else None
-
-
-@final
-class Run(Reader):
-    """What one execution left on disk.
-
-    `notes` says in sentences what was odd when it was opened: a manifest that does not read, a torn last line, a
-    segment that is gone. `damaged` lists what was written and cannot be read, `replaced` counts the records that gave
-    way to a later one of the same point and moment.
+    `dtype` and `shape` are None, `nbytes` 0, when only a summary was kept. `summary` and `note` are read when they
+    are first asked for.
     """
 
-    def __init__(self, files: Folder) -> None:
-        super().__init__()
-        self.address = files.address
-        self._files = files
-        self._table: Index | None = None
-        self._verified: set[tuple[int, int, int]] = set()
-        self._unread: list[Damage] = []  # manifests
-        self._harmed: dict[tuple[int, int], Damage] = {}  # records that turned out damaged when they were read
-        self._journal_part = lru_cache(maxsize=8)(files.read)
-        self.refresh()
+    point: Point
+    moment: Moment
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    nbytes: int
+    _run: Run = field(repr=False)
+    _at: int = field(repr=False)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor, as `Run.tensor` does."""
+        return self._run._tensor(self._at)
+
+    def pieces(self, items: int) -> Iterator[torch.Tensor]:
+        """Go through the tensor's values in row-major order, as flat tensors of at most `items` elements.
+
+        However large the tensor, the memory taken is that of a few pieces. Damaged bytes raise, at the latest after
+        the last piece.
+        """
+        return self._run._source.pieces(self._at, items)
+
+    @cached_property
+    def summary(self) -> Summary | None:
+        """The statistics stored with the record, None when there are none."""
+        return self._run._source.summary(self._at)
+
+    @cached_property
+    def note(self) -> dict[str, Any]:
+        """What the recorder noted beside it."""
+        return self._run._source.note(self._at)
+
+
+class Run:
+    """What one execution left: a table of records, and where their tensors are read from.
+
+    `layout` names the layout of the files: `layerscope`, or whose they are. `notes` says in sentences what was odd.
+    A run that is being written shows what was acknowledged when it was opened, or last refreshed.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._floors: Floors | None = None
+        self._by_place: tuple[Any, dict[tuple[str, str], list[str]]] = (None, {})
 
     def __repr__(self) -> str:
-        return f"Run({self.address!r}, {len(self)} records, {self.state})"
+        layout = "" if self.layout == "layerscope" else f"{self.layout}, "
+        return f"Run({self.address!r}, {layout}{len(self)} records, {self.state})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_run, (self.address,)  # a run travels by its address
+        return _reopened, self._source.reopened()  # a run travels by its address
+
+    @property
+    def address(self) -> str:
+        """Where it lies, with the mode where its place holds several."""
+        return self._source.address
+
+    @property
+    def path(self) -> str:
+        """The folder or file that it lies in, which may hold other modes as well."""
+        return self._source.path
+
+    @property
+    def layout(self) -> str:
+        """The layout of its files."""
+        return self._source.layout
+
+    @property
+    def notes(self) -> list[str]:
+        """What was odd, in sentences."""
+        return self._source.notes
+
+    # What there is ------------------------------------------------------------------------------
 
     @property
     def manifest(self) -> Manifest:
         """What the run says about itself; the completeness is that of all ranks together."""
-        return self._manifest
+        return self._source.manifest
+
+    @property
+    def points(self) -> list[Point]:
+        """Every point that has records, in the order they were first recorded."""
+        return [parsed(text) for text in self._ask(lambda records: records.points)]
+
+    @property
+    def moments(self) -> list[Moment]:
+        """Every moment that has records, in order."""
+        return list(self._ask(lambda records: records.moments))
+
+    @property
+    def missing(self) -> list[Missing]:
+        """The points that were asked for and are not there, or not always, each with the reason."""
+        return list(self.manifest.completeness.missing)
+
+    @property
+    def dropped(self) -> list[Dropped]:
+        """The records that were lost while recording, counted by point and reason."""
+        return list(self.manifest.completeness.dropped)
+
+    @property
+    def state(self) -> str:
+        """How the recording ended: `recording`, `complete`, `interrupted`, `recovered` or `unknown`.
+
+        `damaged` when it ended in order and something of it cannot be read.
+        """
+        ended = self.manifest.completeness.state
+        return "damaged" if ended == "complete" and self.damaged else ended
+
+    @property
+    def complete(self) -> bool:
+        """Whether the recording ended in order, holds everything that was asked for, and reads.
+
+        A forward that raised has left records out, so a run with such forwards is not complete.
+        """
+        done = self.manifest.completeness
+        return done.state == "complete" and not (self.missing or self.dropped or done.failed or self.damaged)
 
     @property
     def replaced(self) -> int:
         """How many records gave way to a later one of the same point and moment."""
-        return int(self._ask(lambda index: index.replaced))
-
-    @property
-    def state(self) -> str:
-        """How the recording ended; `damaged` when it ended in order and something of it cannot be read."""
-        ended = super().state
-        return "damaged" if ended == "complete" and self.damaged else ended
+        return self._ask(lambda records: records.replaced)
 
     @property
     def damaged(self) -> list[Damage]:
         """What was written and cannot be read, as far as that shows without reading every tensor.
 
-        Manifests and journal lines that do not read (each line may have been a record), records whose segment is
-        gone or too short, and those whose checksum failed when they were read here. `recover` checks every byte.
+        `recover` checks every byte.
         """
-        lines = [Damage(name, f"byte {at}: {why}") for name, at, why in self._ask(lambda index: index.damage)]
-        return [*self._unread, *lines, *self._vanished(len(lines)), *self._harm().values()]
+        with self._held():
+            return self._source.damaged
 
-    @property
-    def complete(self) -> bool:
-        """Whether the recording ended in order, holds everything that was asked for, and reads."""
-        return super().complete and not self.damaged
+    def __len__(self) -> int:
+        return self._ask(len)
 
     def refresh(self) -> None:
         """See what has been written since the run was opened."""
-        self._mind_forks()
+        with self._held():
+            self._source.refresh()
+
+    @property
+    def floors(self) -> Floors:
+        """What the reference measured for others to be judged by; empty where nothing was. Raises Damaged."""
+        if self._floors is None:
+            has_a_folder = self.layout == "layerscope" and self.address != "memory"
+            found = read_floors(folder(self.path), self.manifest.started) if has_a_folder else None
+            self._floors = found or Floors()
+        return self._floors
+
+    # Reading ------------------------------------------------------------------------------------
+
+    def records(
+        self,
+        name: str | Point | None = None,
+        *,
+        epoch: int | None = None,
+        step: int | None = None,
+        batch: int | None = None,
+        call: int | None = None,
+        rank: int | None = None,
+    ) -> Iterator[Entry]:
+        """Go through the records in the order they were made, of one name or of all.
+
+        Raises NoSuchPoint for a name nothing was recorded under; moments that nothing was recorded at give nothing.
+        """
+        texts = None if name is None else self._named(name)
+        when = _when(epoch, step, batch, call, rank)
+        return map(self._entry, self._ask(lambda records: records.find(texts, when)).tolist())
+
+    def tensor(
+        self,
+        name: str | Point,
+        *,
+        epoch: int | None = None,
+        step: int | None = None,
+        batch: int | None = None,
+        call: int | None = None,
+        rank: int | None = None,
+        rows: slice | None = None,
+    ) -> torch.Tensor:
+        """Return one recorded tensor, on the CPU and in its recorded dtype; with `rows`, only those of its first axis.
+
+        Raises NoSuchPoint when there is none, Ambiguous when there are several, Damaged when its bytes are not what
+        was written.
+        """
+        return self._tensor(self._one(name, _when(epoch, step, batch, call, rank)), rows)
+
+    def summary(
+        self,
+        name: str | Point,
+        *,
+        epoch: int | None = None,
+        step: int | None = None,
+        batch: int | None = None,
+        call: int | None = None,
+        rank: int | None = None,
+    ) -> Summary:
+        """Return the statistics of one record; computed from the tensor when none were stored."""
+        return self._summary(self._one(name, _when(epoch, step, batch, call, rank)))
+
+    def summaries(
+        self,
+        name: str | Point | None = None,
+        *,
+        epoch: int | None = None,
+        step: int | None = None,
+        batch: int | None = None,
+        call: int | None = None,
+        rank: int | None = None,
+    ) -> Table:
+        """Return the statistics of records as rows, of all or of those that are chosen as in `records`.
+
+        They are computed from the tensor where none were stored. A record that cannot be read has no statistics, and
+        the reason in a column `damaged`, which is there only when there is such a record.
+        """
+        texts = None if name is None else self._named(name)
+        when = _when(epoch, step, batch, call, rank)
+        with self._held():
+            records = self._source.records()
+            return table_of(self._source, records, records.find(texts, when), self._summary)
+
+    # To look at: the page of a run is built above the store, by whoever is asked for it first -----
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to look at: one file, which needs nothing else."""
+        html.save(_pages().page(self, self.address), path)
+
+    def _repr_html_(self) -> str:
+        return html.fragment(_pages().summary(self))
+
+    def plot(self, statistic: str = "rms", *patterns: str, **when: int) -> Any:
+        """Draw a statistic over depth, at the latest moment or the one named, as a matplotlib figure.
+
+        Raises MissingExtra without matplotlib.
+        """
+        from layerscope.report.plotting import figure
+
+        return figure(*_pages().pictures(self, statistic, patterns=patterns, given=when))
+
+    # How it is asked ----------------------------------------------------------------------------
+
+    def _ask(self, question: Callable[[Records], T]) -> T:
+        with self._held():
+            return question(self._source.records())
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        if os.getpid() != self._pid:  # a lock may have been held when the process forked
+            self._pid, self._lock = os.getpid(), threading.RLock()
         with self._lock:
-            self.notes, self._unread, self._harmed = [], [], {}
-            self._manifest = self._read_manifests()
-            if self._table is not None and not _caught_up(self._table, self._files):
-                self._rebuilt()
-            for name, end in self._index().consumed.items():
-                left = self._files.size(name) - end
-                if left > 0:
-                    self.notes.append(f"{name} ends in {left} bytes of a line that is being written, or was torn")
-            files = dict.fromkeys(damage.file for damage in self._harm().values())
-            self.notes += [f"{name} is gone, too short, or cannot hold what its journal says" for name in files]
+            yield
 
-    def close(self) -> None:
-        """Close the index; tensors that were read stay valid."""
-        with self._lock:
-            if self._table is not None:
-                self._table.close()
-                self._table = None
+    # Finding ------------------------------------------------------------------------------------
 
-    # Manifests ----------------------------------------------------------------------------------
+    def _one(self, name: str | Point, when: dict[str, int]) -> int:
+        records, exact = self._ask(lambda records: records), self._exact(name)
+        texts = [] if exact is None else [exact]
+        places = records.find(texts, when)
+        if not len(places):
+            texts = self._named(name)
+            places = records.find(texts, when)
+        if not len(places):
+            there = _few(_moments(records, records.find(texts)))
+            raise NoSuchPoint(
+                f"{_told(name)} was not recorded at {_told_when(when)}; it was at {there}{self._lost(texts)}"
+            )
+        found = list(dict.fromkeys(records.text(at) for at in places))
+        if len(found) > 1:
+            raise Ambiguous(
+                f"{_told(name)} is {len(found)} tensors in {self.address}: {_few([_short(t) for t in found])}; name one"
+            )
+        if len(places) > 1:
+            moments = [records.moment(int(at)) for at in places[: _LISTED + 1]]
+            every = [records.moment(int(at)) for at in places] if len(places) < 10_000 else moments
+            differ = [n for n in WHEN if len({getattr(moment, n) for moment in every}) > 1]
+            raise Ambiguous(
+                f"{_told(name)} was recorded at {len(places)} moments: {_few(_moments(records, places))}; "
+                f"choose one with {', '.join(f'{n}=' for n in differ)}"
+            )
+        return int(places[0])
 
-    def _read_manifests(self) -> Manifest:
-        root = self._manifest_or_note(NAME)
-        ranks = [rank for name in self._files.names() if (rank := rank_of(name)) is not None]
-        own = {rank: self._manifest_or_note(f"{rank_folder(rank)}/{NAME}") for rank in ranks if rank != 0}
-        if 0 in ranks or not ranks:
-            own[0] = root
-        parts = [m.completeness if m is not None else Completeness(state="unknown") for m in own.values()]
-        first = root or next((m for m in own.values() if m is not None), None) or Manifest(started="")
-        return replace(first, completeness=Completeness.of_ranks(parts))
+    def _exact(self, name: str | Point) -> str | None:
+        """Return the text form a name most likely has: most names are asked for as they were recorded."""
+        if isinstance(name, Point):
+            return str(name)
+        return None if name in self.manifest.aliases or not _reads(name) else _text(name)
 
-    def _manifest_or_note(self, name: str) -> Manifest | None:
-        try:
-            manifest = _read_manifest(self._files, name)
-        except Damaged as error:
-            self.notes.append(f"{name} cannot be read ({error}); the records are read from the journals")
-            self._unread.append(Damage(name, str(error)))
-            return None
-        if manifest is None:
-            self.notes.append(f"{name} is not there; the records are read from the journals")
-        return manifest
+    def _named(self, name: str | Point) -> list[str]:
+        """Return the recorded points a name stands for, as text; raises NoSuchPoint when there are none."""
+        for point in self._readings(name):
+            found = self._leaves(point)
+            if found:
+                return found
+        if isinstance(name, str):
+            aliased = [t for text in self.manifest.aliases.get(name, ()) for t in self._aliased(text)]
+            if aliased:
+                return list(dict.fromkeys(aliased))
+        raise NoSuchPoint(self._nothing(name))
 
-    # Damage -------------------------------------------------------------------------------------
+    def _aliased(self, text: str) -> list[str]:
+        return self._leaves(parsed(text)) if _reads(text) else []
 
-    def _vanished(self, damaged_lines: int) -> list[Damage]:
-        """Notice lines that are gone without a trace: a journal that was removed, or cut between two lines."""
-        said = self._manifest.completeness.records
-        there = self._ask(lambda index: index.written)
-        if there + damaged_lines >= said:
-            return []
-        return [Damage("journal", f"{NAME} speaks of {said} records, and the journals hold {there}")]
+    def _leaves(self, point: Point) -> list[str]:
+        """Return the point itself where it was recorded, else what was recorded inside it."""
+        texts = self._places.get((point.place, point.side), [])
+        if str(point) in texts:
+            return [str(point)]
+        return [text for text in texts if parsed(text).leaf[: len(point.leaf)] == point.leaf]
 
-    def _harm(self) -> dict[tuple[int, int], Damage]:
-        """Return the damaged records by folder and number: what their files' sizes tell, and what reading them told."""
-        segments, dtypes = self._ask(lambda index: (index.segments, index.dtypes))
-        sizes = {(folder, number): self._segment(folder, number) for folder, number, _ in segments}
-        short = {(folder, number) for folder, number, end in segments if sizes[folder, number][1] < end}
-        strange = {dtype for dtype in dtypes if dtype not in STORED}
-        found: dict[tuple[int, int], Damage] = {}
-        for row in self._ask(lambda index: index.find()) if short or strange else ():
-            facts, placed = row.facts, row.facts.placed
-            if placed is None:
-                continue
-            name, size = sizes.get((row.folder, placed.segment), ("", -1))
-            end = placed.offset + placed.length
-            if (row.folder, placed.segment) in short and end > size:
-                why = "it is not there" if size < 0 else f"it ends at byte {size}, before the record does ({end})"
-            elif facts.dtype in strange:
-                why = f"this version knows no dtype {facts.dtype!r}"
-            else:
-                continue
-            found[row.folder, facts.record] = Damage(name, why, facts.point, str(facts.moment))
-        return found | self._harmed
+    @property
+    def _places(self) -> dict[tuple[str, str], list[str]]:
+        """The recorded points by where they are, without their leaves."""
+        texts = self._ask(lambda records: records.points)
+        if self._by_place[0] is not texts:
+            found: dict[tuple[str, str], list[str]] = {}
+            for text in texts:
+                point = parsed(text)
+                found.setdefault((point.place, point.side), []).append(text)
+            self._by_place = texts, found
+        return self._by_place[1]
 
-    def _segment(self, folder: int, number: int) -> tuple[str, int]:
-        """Return the file of a segment and its size, -1 when there is none."""
-        stem = f"{rank_folder(folder)}/{segment(number)}"
-        # The writer may seal between two attempts.
-        for name in (stem + SEALED, stem + PARTIAL, stem + SEALED):
-            with contextlib.suppress(FileNotFoundError):
-                return name, self._files.size(name)
-        return stem + SEALED, -1
+    def _readings(self, name: str | Point) -> Iterator[Point]:
+        """Yield what a name may mean, the likeliest first."""
+        if isinstance(name, Point):
+            yield name
+            return
+        if name in self.manifest.aliases:
+            return
+        read = []
+        with contextlib.suppress(BadText):
+            read.append(parsed(name))
+        read.append(Point(name))  # a module may be called `a:b` or `a[0]`
+        yield from read
+        for point in read:
+            for other in (_first_name(point.name, self.manifest.shared), unwrapped(point.name)):
+                if other != point.name:
+                    yield Point(other, point.side, point.leaf, point.op)
 
-    def _damage(self, row: Row, reason: str, *, file: str | None = None) -> Damaged:
-        """Return the error for a record that cannot be read, and remember it."""
-        facts, placed = row.facts, row.facts.placed
-        if file is None:
-            file = row.journal if placed is None else self._segment(row.folder, placed.segment)[0]
-        self._harmed[row.folder, facts.record] = Damage(file, reason, facts.point, str(facts.moment))
-        return Damaged(f"{self._place(row)}: {reason}")
+    def _nothing(self, name: str | Point) -> str:
+        texts = self._ask(lambda records: records.points)
+        text = str(name)
+        candidates = dict.fromkeys([*self.manifest.aliases, *map(_short, texts)])
+        near = get_close_matches(text, candidates, n=3, cutoff=0.0) if len(candidates) < 20_000 else []
+        nearest = f"; nearest: {', '.join(near)}" if near else ""
+        return f"no point {_told(name)} among the {len(texts)} of {self.address}{nearest}{self._lost([text])}"
 
-    # The index ----------------------------------------------------------------------------------
-
-    def _index(self) -> Index:
-        if self._table is None:
-            path = cached(self._files)
-            for attempt in (path, path, None) if path is not None else (None,):
-                try:
-                    self._table = Index(attempt)
-                    break
-                except sqlite3.Error:
-                    _remove(path)
-            assert self._table is not None
-            if not _caught_up(self._table, self._files):
-                self._rebuilt()
-        return self._table
-
-    def _forget_index(self) -> None:
-        self._table = None
-
-    def _rebuilt(self) -> Index:
-        """Make the index anew, in memory: the file in the cache is damaged, locked or in the way."""
-        if self._table is not None:
-            _remove(self._table.path)
-            self._table.close()
-        self._table = Index()
-        self._table.catch_up(self._files)
-        return self._table
-
-    def _ask(self, question: Callable[[Index], T]) -> T:
-        self._mind_forks()
-        with self._lock:
-            try:
-                return question(self._index())
-            except sqlite3.Error:
-                return question(self._rebuilt())
+    def _lost(self, texts: Sequence[str]) -> str:
+        """Say what is known of records that are not there."""
+        names = {*texts, *(str(parsed(t)) for t in texts if _reads(t))}
+        said = [f"{m.point} is missing: {m.reason}" for m in self.missing if m.point in names]
+        said += [f"{d.count} of {d.point} dropped: {d.reason}" for d in self.dropped if d.point in names]
+        return f" ({'; '.join(said[:3])})" if said else ""
 
     # Records ------------------------------------------------------------------------------------
 
-    def _line(self, row: Row) -> bytearray:
-        """Return the journal line of a record, once it says what the index says."""
-        if self._is_local:
-            raw = self._files.read(row.journal, offset=row.at, length=row.size)
-        else:
-            raw = self._journal_part(row.journal)[row.at : row.at + row.size]
-        found = next(lines(raw), None)
-        if found is None or found.record != row.facts:
-            reason = found.damage if found is not None and found.damage else "it is another line now"
-            raise self._damage(row, f"its line in {row.journal} cannot be read: {reason}", file=row.journal)
-        return raw
-
-    def _nbytes(self, row: Row) -> int:
-        return 0 if row.facts.placed is None else row.facts.placed.length
-
-    def _rest(self, row: Row) -> tuple[Summary | None, dict[str, Any]]:
-        value, note = rest_of(self._line(row))
-        if value is None:
-            return None, note
-        from layerscope.stats import Summary
-
-        try:
-            return Summary.from_json(value), note
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._damage(row, f"its summary does not read back ({error})", file=row.journal) from error
-
-    def _placed(self, row: Row) -> tuple[Placed, str, tuple[int, ...]]:
-        """Return where a tensor's bytes are, and as what they are read."""
-        facts = row.facts
-        placed, dtype, shape = facts.placed, facts.dtype, facts.shape
-        if placed is None or dtype is None or shape is None:
-            raise self._damage(row, "its line names no bytes", file=row.journal)
-        if nbytes(dtype, shape) != placed.length:
-            raise self._damage(
-                row, f"{placed.length} bytes are not a {dtype} tensor of shape {list(shape)}", file=row.journal
+    def _tensor(self, at: int, rows: slice | None = None) -> torch.Tensor:
+        records = self._ask(lambda records: records)
+        kept = self._source.kept(at)
+        if kept.dtype is None:
+            raise NoSuchPoint(
+                f"{records.text(at)!r} at {records.moment(at)} has a summary and no tensor in {self.address}; "
+                "record with keep='tensor' or keep='both' to have it"
             )
-        return placed, dtype, shape
+        return self._source.tensor(at, _range(records.text(at), kept.shape or (), rows))
 
-    def _pieces(self, row: Row, items: int) -> Iterator[torch.Tensor]:
-        """Read stretch by stretch, into memory that is used again as soon as nobody holds a piece in it.
+    def _entry(self, at: int) -> Entry:
+        records = self._source.records()
+        return Entry(parsed(records.text(at)), records.moment(at), *self._source.kept(at), self, at)
 
-        Not through a mapping, whose pages would count as this process's until the last one is read.
-        """
-        import torch
-
-        placed, dtype, _ = self._placed(row)
-        size, check = items * stored(dtype).itemsize, 0
-        buffers = _Buffers(min(size, placed.length))
-        with self._opened(row, placed) as read:
-            for start in range(0, placed.length, size):
-                data = buffers.free()[: placed.length - start]
-                if read(data, placed.offset + start) != data.size:
-                    raise self._damage(row, f"{self._file(row)} ends before its bytes do")
-                check = crc32c(data, check)
-                piece = _as_tensor(torch.from_numpy(data), dtype, (data.size // stored(dtype).itemsize,))
-                del data
-                yield piece
-                del piece
-        if check != placed.crc32c:
-            raise self._damage(row, f"the bytes in {self._file(row)} are not what was written (checksum)")
-
-    def _tensor(self, row: Row, rows: range | None) -> torch.Tensor:
-        placed, dtype, shape = self._placed(row)
-        mapped = self._mapped_file(row, placed)
-        if rows is None:
-            flat = self._bytes(row, placed, mapped)
-            return _as_tensor(flat, dtype, shape)
-        key = (row.folder, placed.segment, placed.offset)
-        if key not in self._verified:
-            self._bytes(row, placed, mapped)
-            self._verified.add(key)
-        each = placed.length // shape[0] if shape[0] else 0
-        first, last = (rows.start, max(rows.start, rows.stop)) if len(rows) else (0, 0)
-        part = Placed(placed.segment, placed.offset + first * each, (last - first) * each, -1)
-        flat = self._bytes(row, part, mapped, verify=False)
-        return _as_tensor(flat, dtype, (last - first, *shape[1:]))[:: rows.step]
-
-    def _bytes(self, row: Row, placed: Placed, mapped: str | None, *, verify: bool = True) -> torch.Tensor:
-        """Return a stretch of a segment as a torch tensor of bytes, checked against its checksum."""
-        import torch
-
-        end = placed.offset + placed.length
-        if not placed.length:
-            flat = torch.empty(0, dtype=torch.uint8)
-        elif mapped is not None:
-            # A private mapping of its own for each tensor: what the caller writes into it nobody else sees, and no
-            # file stays open however many are alive.
-            storage: Any = torch.UntypedStorage.from_file(mapped, False, end)
-            flat = torch.empty(0, dtype=torch.uint8).set_(storage, placed.offset, (placed.length,), (1,))
-        else:
-            flat = torch.frombuffer(self._read(row, placed), dtype=torch.uint8)
-        if verify and crc32c(flat.numpy()) != placed.crc32c:
-            raise self._damage(row, f"the bytes in {self._file(row)} are not what was written (checksum)")
-        return flat
-
-    def _mapped_file(self, row: Row, placed: Placed) -> str | None:
-        """Return the sealed local segment that holds a record; None when it must be read: not sealed, not local.
-
-        A file that is still being written is never mapped: cutting it under a reader would be a SIGBUS.
-        """
-        if not isinstance(self._files, LocalFolder):
-            return None
-        path = f"{self.address}/{self._stem(row)}{SEALED}"
-        try:
-            size = os.stat(path).st_size  # noqa: PTH116  (five times a Path's price, and every read pays it)
-        except FileNotFoundError:
-            return None
-        self._check_end(row, placed, size)
-        return path
-
-    def _read(self, row: Row, placed: Placed) -> bytearray:
-        stem = self._stem(row)
-        # The writer may seal between two attempts.
-        for name in (stem + SEALED, stem + PARTIAL, stem + SEALED):
-            with contextlib.suppress(FileNotFoundError):
-                self._check_end(row, placed, self._files.size(name))
-                data = self._files.read(name, offset=placed.offset, length=placed.length)
-                if len(data) == placed.length:
-                    return data
-                raise self._damage(row, f"{name} ends before its bytes do")
-        raise self._damage(row, f"there is neither {stem}{SEALED} nor {stem}{PARTIAL}")
-
-    @contextlib.contextmanager
-    def _opened(self, row: Row, placed: Placed) -> Iterator[Callable[[Bytes, int], int]]:
-        """Open a record's segment once, and yield what fills a buffer from a place in it and says how far."""
-        name, fd = self._source(row, placed)
-
-        def fetch(buffer: Bytes, offset: int) -> int:
-            data = self._files.read(name, offset=offset, length=buffer.size)
-            buffer[: len(data)] = bytes_of(data)
-            return len(data)
-
-        def fill(buffer: Bytes, offset: int) -> int:
-            done = 0
-            while done < buffer.size and (got := os.preadv(fd, [buffer[done:].data], offset + done)):
-                done += got
-            return done
-
-        try:
-            yield fetch if fd < 0 else fill
-        finally:
-            if fd >= 0:
-                os.close(fd)
-
-    def _source(self, row: Row, placed: Placed) -> tuple[str, int]:
-        """Return the segment that holds a record, sealed or not yet, and its open file (-1 where it is not local)."""
-        stem = self._stem(row)
-        # The writer may seal between two attempts.
-        for name in (stem + SEALED, stem + PARTIAL, stem + SEALED):
-            with contextlib.suppress(FileNotFoundError):
-                self._check_end(row, placed, self._files.size(name))
-                local = isinstance(self._files, LocalFolder)
-                return name, os.open(f"{self.address}/{name}", os.O_RDONLY) if local else -1
-        raise self._damage(row, f"there is neither {stem}{SEALED} nor {stem}{PARTIAL}")
-
-    def _check_end(self, row: Row, placed: Placed, size: int) -> None:
-        """Refuse an offset outside the file before anything is allocated for it."""
-        if placed.offset < ROOM or placed.offset + placed.length > size:
-            raise self._damage(
-                row,
-                f"bytes {placed.offset} to {placed.offset + placed.length} "
-                f"are not inside {self._file(row)}, which has {size}",
+    def _summary(self, at: int) -> Summary:
+        stored = self._source.summary(at)
+        if stored is not None:
+            return stored
+        if self._source.kept(at).dtype is None:
+            records = self._ask(lambda records: records)
+            raise NoSuchPoint(
+                f"{records.text(at)} at {records.moment(at)} has neither summary nor tensor in {self.address}"
             )
+        from layerscope.stats import summarize
 
-    @property
-    def _is_local(self) -> bool:
-        return isinstance(self._files, LocalFolder)
-
-    def _stem(self, row: Row) -> str:
-        number = -1 if row.facts.placed is None else row.facts.placed.segment
-        return f"{rank_folder(row.folder)}/{segment(number)}"
-
-    def _file(self, row: Row) -> str:
-        return f"{self.address}/{self._stem(row)}"
-
-    def _place(self, row: Row) -> str:
-        return f"{row.facts.point} at {row.facts.moment} in {self.address}"
+        return summarize(self._source.tensor(at, None))
 
 
-def _read_manifest(files: Folder, name: str) -> Manifest | None:
-    try:
-        if files.size(name) > _LARGEST_MANIFEST:
-            raise Damaged(f"it has {files.size(name)} bytes")
-        return Manifest.loads(files.read(name))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+def _reopened(address: str, mode: str | None = None) -> Run:
+    from layerscope.store.opening import open_run
+
+    return open_run(address, mode=mode)
+
+
+def _pages() -> Any:
+    return import_module("layerscope.pages.run")
+
+
+def _when(epoch: int | None, step: int | None, batch: int | None, call: int | None, rank: int | None) -> dict[str, int]:
+    values = zip(WHEN, (epoch, step, batch, call, rank), strict=True)
+    return {name: int(value) for name, value in values if value is not None}
+
+
+def _range(text: str, shape: Sequence[int], rows: slice | None) -> range | None:
+    if rows is None:
         return None
+    if not shape:
+        raise ValueError(f"{text} is a single number and has no rows")
+    chosen = range(*rows.indices(shape[0]))
+    if chosen.step < 0:
+        raise ValueError(f"rows are read forwards; {rows} goes backwards")
+    return chosen
 
 
-def _caught_up(index: Index, files: Folder) -> bool:
+def _first_name(name: str, shared: dict[str, str]) -> str:
+    """Return the first name of a shared module, or of the module it is part of."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        first = shared.get(".".join(parts[:n]))
+        if first is not None:
+            return ".".join([first, *parts[n:]])
+    return name
+
+
+@lru_cache(maxsize=1 << 14)
+def _text(name: str) -> str:
+    return str(parsed(name))
+
+
+def _reads(text: str) -> bool:
     try:
-        index.catch_up(files)
-    except sqlite3.Error:
+        parsed(text)
+    except BadText:
         return False
     return True
 
 
-def _remove(path: Path | None) -> None:
-    if path is not None:
-        with contextlib.suppress(OSError):
-            path.unlink()
+def _short(text: str) -> str:
+    """Write a point as one would ask for it: without the side when that is the output."""
+    point = parsed(text)
+    return point.place + text[len(f"{point.place}:output") :] if point.side == "output" else text
 
 
-class _Buffers:
-    """Buffers of one size, given out again when the last array or tensor over one of them is gone."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._all: list[Bytes] = [np.empty(size, np.uint8)]
-        self._unused = self._references(0)
-
-    def free(self) -> Bytes:
-        for number in range(len(self._all)):
-            if self._references(number) == self._unused:
-                return self._all[number]
-        self._all.append(np.empty(self._size, np.uint8))
-        return self._all[-1]
-
-    def _references(self, number: int) -> int:
-        return sys.getrefcount(self._all[number])
+def _told(name: str | Point) -> str:
+    return repr(str(name))
 
 
-def _as_tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """View bytes as a tensor; where they begin at an odd address for the dtype, copy them to a good one first."""
-    import torch
+def _told_when(when: dict[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in when.items()) or "any moment"
 
-    if flat.data_ptr() % stored(dtype).itemsize or flat.storage_offset() % stored(dtype).itemsize:
-        flat = flat.clone()
-    if dtype != "complex32":
-        return flat.view(getattr(torch, dtype)).view(shape)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
-        return flat.view(torch.complex32).view(shape)
+
+def _moments(records: Records, places: Array) -> list[str]:
+    return list(dict.fromkeys(str(records.moment(int(at))) for at in places))
+
+
+def _few(texts: Sequence[str]) -> str:
+    more = len(texts) - _LISTED
+    return ", ".join(texts[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from layerscope.errors import BadText, NoSuchPoint
 from layerscope.patterns import Place, select, select_op, split
 from layerscope.points import Point
-from layerscope.store.reader import Reader
+from layerscope.store.run import Run
 
 __all__ = ["selected"]
 
 
-def selected(run: Reader, patterns: Sequence[str]) -> list[Point]:
+def selected(run: Run, patterns: Sequence[str]) -> list[Point]:
     """Return the points of the run that the patterns name, or every one; raises NoSuchPoint when there are none."""
     if not patterns:
         return list(run.points)
@@ -43,7 +43,7 @@ def selected(run: Reader, patterns: Sequence[str]) -> list[Point]:
     return found
 
 
-def _nothing(run: Reader, patterns: Sequence[str], wanted: Sequence[Point]) -> str:
+def _nothing(run: Run, patterns: Sequence[str], wanted: Sequence[Point]) -> str:
     asked = " ".join(repr(p) for p in patterns)
     names = {p.name for p in wanted}
     reasons = [m for m in run.missing if Point.parse(m.point).name in names] if names else []

@@ -1,7 +1,7 @@
-"""A run's summaries as rows.
+"""Columns of one length, and a run's summaries as such.
 
     table = run.summaries()
-    table[0]["mean"]; table.to_dicts(); table.to_pandas(); table.to_parquet("summaries.parquet")
+    table[0]["mean"]; table.to_dicts(); table.to_pandas(); table.to_arrow(); table.to_parquet("summaries.parquet")
 
 pandas and pyarrow are needed only by the verbs that are named after them.
 """
@@ -9,45 +9,81 @@ pandas and pyarrow are needed only by the verbs that are named after them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, final, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, final, overload
 
-from layerscope.errors import MissingExtra
+import numpy as np
 
-__all__ = ["Table"]
+from layerscope.errors import LayerscopeError, MissingExtra, NoSuchPoint
+from layerscope.points import Point
+from layerscope.store.columns import COUNTS, MOMENTS, Array, Has
+from layerscope.store.records import WHEN, Records
+
+if TYPE_CHECKING:
+    from layerscope.stats import Summary
+    from layerscope.store.source import Source, Statistics
 
 
 @final
 class Table(Sequence[dict[str, Any]]):
-    """Rows of one record each, all with the same columns: where and when, then the statistics.
+    """Rows that all have the same columns, kept column by column. A column holds None where a row has no value."""
 
-    A column that a row has no value for holds None.
-    """
+    def __init__(
+        self,
+        rows: Iterable[Mapping[str, Any]] = (),
+        *,
+        columns: Mapping[str, Any] | None = None,
+        size: int | None = None,
+    ) -> None:
+        """Take rows, or `columns`: an array or a list each, or what makes one when it is asked for; `size` of each."""
+        if columns is None:
+            rows = list(rows)
+            names = list(dict.fromkeys(name for row in rows for name in row))
+            columns = {name: [row.get(name) for row in rows] for name in names}
+        self._made: dict[str, Any] = {}
+        self._columns = dict(columns)
+        self._size = len(self.column(next(iter(self._columns)))) if size is None and self._columns else size or 0
 
-    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
-        rows = list(rows)
-        self.columns: list[str] = list(dict.fromkeys(name for row in rows for name in row))
-        self._rows = [{name: row.get(name) for name in self.columns} for row in rows]
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        return list(self._columns)
+
+    def column(self, name: str) -> Any:
+        """Return one column: an array where every row has a number, else a list."""
+        if name not in self._made:
+            column = self._columns[name]
+            self._made[name] = column() if callable(column) else column
+        return self._made[name]
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
     @overload
     def __getitem__(self, index: slice) -> Table: ...
     def __getitem__(self, index: int | slice) -> dict[str, Any] | Table:
-        return Table(self._rows[index]) if isinstance(index, slice) else self._rows[index]
+        if isinstance(index, slice):
+            chosen = range(len(self))[index]
+            return Table(columns={name: partial(self._some, name, index) for name in self._columns}, size=len(chosen))
+        return {name: _plain(self.column(name)[index]) for name in self._columns}
+
+    def _some(self, name: str, index: slice) -> Any:
+        return self.column(name)[index]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._size
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self._rows)
+        return iter(self.to_dicts())
 
     def __repr__(self) -> str:
         return f"Table({len(self)} rows: {', '.join(self.columns)})"
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as plain dictionaries of their own."""
-        return [dict(row) for row in self._rows]
+        names = self.columns
+        columns = [_listed(self.column(name)) for name in names]
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame; raises MissingExtra without pandas."""
@@ -55,13 +91,164 @@ class Table(Sequence[dict[str, Any]]):
             import pandas as pd
         except ImportError as error:
             raise MissingExtra("to_pandas takes pandas: pip install 'layerscope[parquet]'") from error
-        return pd.DataFrame(self._rows, columns=self.columns)
+        return pd.DataFrame({name: self.column(name) for name in self._columns})
+
+    def to_arrow(self) -> Any:
+        """Return a pyarrow Table; raises MissingExtra without pyarrow."""
+        try:
+            import pyarrow as pa
+        except ImportError as error:
+            raise MissingExtra("to_arrow takes pyarrow: pip install 'layerscope[parquet]'") from error
+        return pa.table({name: pa.array(self.column(name)) for name in self._columns})
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write a Parquet file; raises MissingExtra without pyarrow."""
+        table = self.to_arrow()
+        import pyarrow.parquet as pq
+
+        pq.write_table(table, os.fspath(path))
+
+
+def _listed(column: Any) -> list[Any]:
+    if isinstance(column, np.ndarray):
+        return column.tolist()  # type: ignore[no-any-return]
+    return [each.tolist() for each in column] if len(column) and isinstance(column[0], np.ndarray) else list(column)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+# A run's summaries ------------------------------------------------------------------------------
+
+
+def table_of(source: Source, records: Records, places: Array, summary_of: Callable[[int], Summary]) -> Table:
+    """Return the statistics of records, as columns from end to end where they were stored."""
+    where = _where(records, places)
+    statistics, damage = source.statistics(places), {}
+    there = (statistics.has & Has.SUMMARY) != 0
+    computed: dict[int, dict[str, Any]] = {}
+    for n in np.flatnonzero(~there):
         try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-        except ImportError as error:
-            raise MissingExtra("to_parquet takes pyarrow: pip install 'layerscope[parquet]'") from error
-        pq.write_table(pa.Table.from_pylist(self._rows), os.fspath(path))
+            computed[int(n)] = summary_of(int(places[n])).row()
+        except NoSuchPoint:
+            computed[int(n)] = {}
+        except LayerscopeError as error:  # one bad record does not hide the others
+            computed[int(n)] = {}
+            damage[int(n)] = str(error)
+    numbers = {name: partial(_held, statistics, make) for name, make in _numbers(statistics).items()}
+    columns = {**where, **numbers} if there.any() else dict(where)
+    if computed:
+        columns = _filled(columns, computed, len(places))
+    if damage:
+        columns["damaged"] = [damage.get(n) for n in range(len(places))]
+    return Table(columns=columns, size=len(places))
+
+
+def _held(statistics: Statistics, make: Callable[[], Any]) -> Any:
+    """Make a column; what turns out damaged in the making is None."""
+    column, lost = make(), statistics.lost()
+    if lost is None:
+        return column
+    return [None if is_lost else each for each, is_lost in zip(_listed(column), lost.tolist(), strict=True)]
+
+
+def _filled(columns: dict[str, Any], computed: Mapping[int, Mapping[str, Any]], size: int) -> dict[str, Any]:
+    """Put what was computed for some rows into the columns; where a row has nothing it holds None."""
+    names = dict.fromkeys([*columns, *(name for row in computed.values() for name in row)])
+    filled = {}
+    for name in names:
+        column = columns.get(name)
+        if name in _WHERE:
+            filled[name] = column
+            continue
+        values = [None] * size if column is None else _listed(column() if callable(column) else column)
+        for n, row in computed.items():
+            values[n] = row.get(name)
+        filled[name] = values
+    return filled
+
+
+_WHERE = ("point", "name", "side", "leaf", *WHEN)
+
+
+def _where(records: Records, places: Array) -> dict[str, Any]:
+    codes = records.point[places]
+    used, codes = np.unique(codes, return_inverse=True)
+    texts = [records.names[code] for code in used]
+    points = [Point.parse(text) for text in texts]
+    told = {
+        "point": texts,
+        "name": [point.name for point in points],
+        "side": [point.side for point in points],
+        "leaf": [text[len(f"{point.place}:{point.side}") :] for text, point in zip(texts, points, strict=True)],
+    }
+    columns: dict[str, Any] = {name: partial(_chosen, values, codes) for name, values in told.items()}
+    columns |= {name: partial(_when, records, name, places) for name in WHEN}
+    return columns
+
+
+def _chosen(values: Sequence[str], codes: Array) -> list[str]:
+    return np.array([*values, ""], object)[codes].tolist()  # type: ignore[no-any-return]
+
+
+def _when(records: Records, name: str, places: Array) -> Any:
+    column = records.when[name][places].astype(np.int64)
+    there = records.has_epoch[places]
+    return column if name != "epoch" or there.all() else _where_there(column, there)
+
+
+def _numbers(s: Statistics) -> dict[str, Any]:
+    """Return what `Summary.row` gives, for all of them at once; each column is made when it is asked for."""
+    from layerscope.stats import PERCENTILES
+
+    columns: dict[str, Any] = {name: partial(s.column, name) for name in COUNTS}
+    columns |= {"finite": partial(_finite, s), "has_nan": lambda: s.column("nan") > 0}
+    columns |= {"has_inf": lambda: s.column("posinf") + s.column("neginf") > 0}
+    columns |= {name: partial(s.column, name) for name in MOMENTS}
+    columns |= {"absmax": lambda: np.maximum(np.abs(s.column("min")), np.abs(s.column("max")))}
+    columns |= {"l2": partial(_l2, s), "rms": partial(_rms, s)}
+    columns |= {"dtype": lambda: s.described()[0], "shape": lambda: s.described()[1]}
+    percentiles = cache(partial(_percentiles, s))
+    columns |= {f"p{q}": lambda at=at: percentiles()[at] for at, q in enumerate(PERCENTILES)}
+    columns |= {"first_10": partial(_first, s)}
+    columns |= {"fingerprint": partial(_prints, s, 0, Has.FINGERPRINT), "placed": partial(_prints, s, 1, Has.PLACED)}
+    return columns
+
+
+def _finite(s: Statistics) -> Array:
+    return s.column("count") - s.column("nan") - s.column("posinf") - s.column("neginf")
+
+
+def _rms(s: Statistics) -> Array:
+    return np.hypot(s.column("mean"), s.column("std"))
+
+
+def _l2(s: Statistics) -> Array:
+    finite = _finite(s)
+    return np.where(finite > 0, _rms(s) * np.sqrt(np.maximum(finite, 0)), 0.0)
+
+
+def _percentiles(s: Statistics) -> list[Any]:
+    from layerscope.stats import PERCENTILES, quantiles
+
+    sketched, finite = (s.has & Has.SKETCH) != 0, _finite(s) > 0
+    qs = [q / 100 for q in PERCENTILES]
+    found = quantiles(qs, *s.sketches(), low=s.column("min"), high=s.column("max"))
+    values = [np.where(finite, each, np.nan) for each in found]
+    return values if sketched.all() else [_where_there(each, sketched) for each in values]
+
+
+def _first(s: Statistics) -> list[Array]:
+    """Return the first values of each, as arrays: a hundred thousand lists are a second of the collector's time."""
+    return [row[:count] for row, count in zip(s.column("first"), s.column("first_count").tolist(), strict=True)]
+
+
+def _prints(s: Statistics, which: int, bit: int) -> list[str | None]:
+    digits = s.column("fingerprint")[:, which].astype(">u8").tobytes().hex()
+    there, starts = (s.has & bit != 0).tolist(), range(0, len(digits), 16)
+    return [digits[at : at + 16] if is_there else None for at, is_there in zip(starts, there, strict=True)]
+
+
+def _where_there(values: Array, there: Array) -> list[float | None]:
+    return [value if is_there else None for value, is_there in zip(values.tolist(), there.tolist(), strict=True)]

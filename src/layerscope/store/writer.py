@@ -16,19 +16,20 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from layerscope.points import Moment, Point
-from layerscope.store.address import Address
-from layerscope.store.appender import Limits
+from layerscope.store import strictjson
+from layerscope.store.address import Address, LocalFolder, RemoteFolder, folder
+from layerscope.store.appender import Coming, Limits
 from layerscope.store.checksum import bytes_of
+from layerscope.store.columns import Row
+from layerscope.store.destination import Destination
 from layerscope.store.dtypes import nbytes
-from layerscope.store.home import at
-from layerscope.store.journal import rest_text
+from layerscope.store.journal import GONE
 from layerscope.store.losses import Losses
 from layerscope.store.manifest import NAME, Completeness, Dropped, Manifest, Missing
 from layerscope.store.strictjson import JSON
@@ -36,13 +37,13 @@ from layerscope.store.strictjson import JSON
 if TYPE_CHECKING:
     from layerscope.stats import Summary
 
-__all__ = ["Blob", "Writer"]
 
 # What a record without a tensor takes of the budget: its summary and its place in the queue.
 _SMALL = 4096
 
-# How many summaries' texts are remembered, each with its summary, so that an id cannot come to mean another.
-_TEXTS = 256
+# Small records leave together: their bytes in one call to the system, and then their frames in one.
+_TOGETHER = 256
+_TOGETHER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +91,15 @@ class Writer:
         budget: int = 512 << 20,
         wait: float = 5.0,
         segment_bytes: int = 256 << 20,
-        segment_tensors: int = 512,
+        segment_tensors: int = 640,
     ) -> None:
         """Start writing; with `append=True` go on behind the records that are already there.
 
         Raises RunExists, RunBusy or NotARun rather than touch what another recording left, and OSError when the
         folder cannot be written at all.
         """
-        self._home = at(address, rank=rank)
-        self._losses = Losses(self._home.address)
+        self._to = destination_of(address, rank=rank)
+        self._losses = Losses(self._to.address, heard=self._lost)
         self._budget = budget
         self._wait = wait
         self._pid = os.getpid()
@@ -112,20 +113,22 @@ class Writer:
         self._stuck = -1  # the tick at which a write waited in vain: no second one waits before the next tick
         self._points: dict[str, None] = {}
         self._records = 0
-        self._texts: dict[int, tuple[Summary, str]] = {}
+        self._unheard: deque[Dropped] = deque()  # losses that the journal does not have yet
+        self._flushes = 0
+        self._flushed = 0
         self._closing: Completeness | None = None
         self._completeness: Completeness | None = None
-        limits = Limits(segment_bytes, segment_tensors, 8 * segment_tensors)
-        self._appender = self._home.begin(append=append, limits=limits, failed=self._unsealed)
-        self.next_step = self._home.next_step
-        before = self._home.before
+        limits = Limits(segment_bytes, segment_tensors, min(Limits().records, 32 * segment_tensors))
+        self._appender = self._to.begin(append=append, limits=limits, failed=self._unsealed)
+        self.next_step = self._to.next_step
+        before = self._to.before
         self.manifest = manifest if before is None else before.followed_by(manifest)
         try:
             # Before the first record, so that a killed run says what it was.
             completeness = replace(Completeness() if before is None else before.completeness, state="recording")
-            self._home.put(replace(self.manifest, completeness=completeness))
+            self._to.put(replace(self.manifest, completeness=completeness))
         except BaseException:
-            self._home.undo(self._appender)
+            self._to.undo(self._appender)
             raise
         _watch()
         _LIVE.add(self)
@@ -175,17 +178,22 @@ class Writer:
         """Count a record that could not be made, and say the first of its kind."""
         self._losses.count(_text(point), str(moment), reason)
 
-    def flush(self, *, patience: float = 60.0) -> None:
+    def flush(self, *, patience: float | None = None) -> None:
         """Return once everything accepted before is acknowledged or counted as dropped.
 
-        Acknowledged means that a kill of this process no longer loses it. Gives up, and says so, when nothing moves
-        for `patience` seconds.
+        Acknowledged means that a kill of this process no longer loses it: elsewhere, that it is there. Gives up, and
+        says so, when nothing moves for `patience` seconds.
         """
+        patience = self._to.patience if patience is None else patience
         if os.getpid() != self._pid:
             return
         with self._changed:
             target = self._accepted
-        if not self._waited(lambda: self._done >= target or not self._thread.is_alive(), patience):
+            self._flushes += 1
+            mine = self._flushes
+            self._changed.notify_all()
+        is_over = lambda: (self._done >= target and self._flushed >= mine) or not self._thread.is_alive()  # noqa: E731
+        if not self._waited(is_over, patience):
             self._losses.say(f"nothing was written for {patience:g} s; not waiting any longer")
 
     def close(
@@ -210,11 +218,11 @@ class Writer:
             if self._closing is None:
                 self._closing = asked
                 self._changed.notify_all()
-        self._waited(lambda: self._completeness is not None or not self._thread.is_alive(), self._home.patience)
+        self._waited(lambda: self._completeness is not None or not self._thread.is_alive(), self._to.patience)
         if self._completeness is not None:
-            self._thread.join(self._home.patience)
+            self._thread.join(self._to.patience)
             return self._completeness
-        self._losses.say(f"the disk takes nothing; {self._accepted - self._done} records still wait")
+        self._losses.say(f"nothing is taken; {self._accepted - self._done} records still wait{self._to.kept}")
         return self._stated(replace(self._closing, state="interrupted"))
 
     @property
@@ -232,84 +240,130 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._queue and self._closing is None:
+                while not (self._queue or self._unheard or self._closing or self._flushes != self._flushed):
                     self._changed.wait()
-                item = self._queue.popleft() if self._queue else None
-            if item is None:
-                break
-            try:
-                self._store(item)
-            except BaseException as error:  # whatever it was, it costs this record only
-                self._drop(item, f"{type(error).__name__}: {error}")
-            self._release(item)
-            with self._changed:
-                self._queued -= item.size
-                self._done += 1
-                self._ticks += 1
-                # Waking somebody who must wait on costs as much as writing a small tensor.
-                if self._full or not self._queue:
+                batch, flushes = self._batch(), self._flushes
+            if batch:
+                self._store_all(batch)
+                with self._changed:
+                    self._queued -= sum(item.size for item in batch)
+                    self._done += len(batch)
+                    self._ticks += 1
+                    # Waking somebody who must wait on costs as much as writing a small tensor.
+                    if self._full or not self._queue:
+                        self._changed.notify_all()
+                del batch  # or the last buffers would live until the next ones come
+            elif self._unheard:
+                self._tell_losses()
+            elif flushes != self._flushed:
+                self._flush()
+                with self._changed:
+                    self._flushed = flushes
                     self._changed.notify_all()
-            del item  # or the last buffer would live until the next one comes
+            else:
+                break
         self._finish()
 
-    def _store(self, item: _Item) -> None:
-        blob, data, point = item.blob, None, _text(item.point)
+    def _batch(self) -> list[_Item]:
+        """Take what waits, as much as leaves together; called with the lock held."""
+        batch: list[_Item] = []
+        size = 0
+        while self._queue and len(batch) < _TOGETHER and (not batch or size + self._queue[0].size <= _TOGETHER_BYTES):
+            batch.append(self._queue.popleft())
+            size += batch[-1].size - _SMALL
+        return batch
+
+    def _store_all(self, batch: list[_Item]) -> None:
+        """Write a batch; where the disk refuses it, each record is tried by itself, and costs no other."""
+        coming: list[tuple[_Item, Coming]] = []
+        for item in batch:
+            try:
+                coming.append((item, self._coming(item)))
+            except BaseException as error:  # whatever it was, it costs this record only
+                self._drop(item, f"{type(error).__name__}: {error}")
+        first = self._appender.record
+        try:
+            self._append([each for _, each in coming])
+        except Exception:
+            for item, each in coming[self._appender.record - first :]:
+                try:
+                    self._append([each])
+                except OSError as error:
+                    self._drop(item, f"the disk refused it: {error.strerror or error}")
+                except Exception as error:
+                    self._drop(item, f"{type(error).__name__}: {error}")
+        self._tell_losses()
+        for item in batch:
+            self._release(item)
+
+    def _append(self, coming: list[Coming]) -> None:
+        first = self._appender.record
+        try:
+            self._appender.append(coming, self._tick)
+        finally:
+            stored = self._appender.record - first
+            self._records += stored
+            self._points.update(dict.fromkeys(each.row.point for each in coming[:stored]))
+
+    def _coming(self, item: _Item) -> Coming:
+        blob, data, m = item.blob, None, item.moment
         if blob is not None:
             expected = nbytes(blob.dtype, blob.shape)
             data = bytes_of(blob.data())
             if data.size != expected:
                 raise ValueError(f"{data.size} bytes for a {blob.dtype} of shape {list(blob.shape)}: not {expected}")
-        rest = self._summary(item) + rest_text(note=item.note)
-        try:
-            self._appender.append(
-                point,
-                item.moment,
-                dtype=None if blob is None else blob.dtype,
-                shape=() if blob is None else blob.shape,
-                data=data,
-                rest=rest,
-                tick=self._tick,
-            )
-        except OSError as error:
-            self._drop(item, f"the disk refused it: {error.strerror or error}")
-            return
-        self._records += 1
-        self._points[point] = None
+        note = strictjson.dumps(item.note).encode() if item.note else b""
+        row = Row(
+            0, _text(item.point), _whole(m.epoch), int(m.step), int(m.batch), int(m.call), int(m.rank),
+            blob is not None, "" if blob is None else blob.dtype, () if blob is None else tuple(map(int, blob.shape)),
+            summary=self._summary(item), note=note,
+        )  # fmt: skip
+        return Coming(row, data)
 
-    def _summary(self, item: _Item) -> str:
-        """Return the line's part with the summary; one that fails is counted as lost, and the tensor is kept.
-
-        An output that is the next module's input has one summary and two records: its text is made once.
-        """
+    def _summary(self, item: _Item) -> Summary | None:
+        """Return the record's statistics; where they fail they are counted as lost, and the tensor is kept."""
         try:
-            summary = item.summary() if callable(item.summary) else item.summary
-            if summary is None:
-                return ""
-            known = self._texts.get(id(summary))
-            if known is None:
-                if len(self._texts) >= _TEXTS:
-                    self._texts.clear()
-                known = self._texts[id(summary)] = summary, rest_text(summary.to_json())
-            return known[1]
+            return item.summary() if callable(item.summary) else item.summary
         except Exception as error:
             if item.blob is None:
                 raise
             reason = f"its summary failed, its tensor is kept: {type(error).__name__}: {error}"
             self._losses.count(str(item.point), str(item.moment), reason)
-            return ""
+            return None
+
+    def _lost(self, loss: Dropped) -> None:
+        self._unheard.append(loss)
+        if os.getpid() == self._pid:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _tell_losses(self) -> None:
+        """Write down what was lost, as far as the disk takes that; `run.json` has it at the end as well."""
+        while self._unheard:
+            try:
+                self._appender.lose(self._unheard.popleft())
+            except Exception as error:
+                self._losses.say(f"the account of losses could not be written: {error}")
+
+    def _flush(self) -> None:
+        try:
+            self._to.flush(self._appender)
+        except Exception as error:
+            self._losses.say(f"not all that was flushed is there: {error}")
 
     def _finish(self) -> None:
         assert self._closing is not None
         try:
+            self._tell_losses()
             self._appender.close()
             self._tick()
             completeness = self._stated(self._closing)
             self.manifest = replace(self.manifest, completeness=completeness)
-            self._home.put(self.manifest)
-            self._home.finish()
+            self._to.put(self.manifest)
         except Exception as error:
             self._losses.say(f"{NAME} could not be written: {error}")
             completeness = self._stated(replace(self._closing, state="interrupted"))
+        self._to.finish()
         _LIVE.discard(self)
         with self._changed:
             self._completeness = completeness
@@ -353,7 +407,7 @@ class Writer:
 
     def _stated(self, asked: Completeness) -> Completeness:
         mine = replace(asked, records=self._records, dropped=self.dropped)
-        before = self._home.before
+        before = self._to.before
         return mine if before is None else before.completeness.followed_by(mine, recorded=self._points)
 
     def _drop(self, item: _Item, reason: str) -> None:
@@ -370,22 +424,22 @@ class Writer:
             except Exception as error:
                 self._losses.say(f"releasing a buffer failed: {type(error).__name__}: {error}")
 
-    def _unsealed(self, path: Path, kept: list[tuple[str, Moment]], lost: bool, error: OSError) -> None:
-        """Hear of a segment that could not be sealed: what it holds is lost if no reader can get at the file."""
-        self._home.leave_out(path)
-        if lost or not self._home.keeps_partials:
-            for point, moment in kept:
-                self._records -= 1
-                self._losses.count(point, str(moment), f"its segment is lost: {error.strerror or error}")
-        else:
-            self._losses.say(
-                f"{path.name} could not be sealed: {error.strerror or error}. It can be read as it is; "
-                "`layerscope recover` seals it."
-            )
+    def _unsealed(self, number: int, error: Exception, gone: Sequence[Row]) -> None:
+        """Hear of a segment that could not be sealed; it is tried again, and read as it is until then."""
+        for row in gone:
+            self._records -= 1
+            self._losses.count(row.point, str(row.moment), f"the disk refused it: {GONE}")
+        if gone:
+            return
+        why = getattr(error, "strerror", None) or error
+        self._losses.say(
+            f"segment {number} could not be sealed: {why}. It can be read as it is; `layerscope recover` seals it."
+        )
 
     def _disown(self) -> None:
         """Close the inherited files in a forked child; a child that keeps them open keeps the lock of a dead parent."""
         self._appender.disown()
+        self._to.disown()
 
 
 # Every process's writers ------------------------------------------------------------------------
@@ -415,3 +469,18 @@ def _disown_all() -> None:
 @lru_cache(maxsize=1 << 14)
 def _text(point: Point) -> str:
     return str(point)
+
+
+def _whole(number: int | None) -> int | None:
+    return None if number is None else int(number)
+
+
+def destination_of(address: Address, *, rank: int) -> Destination:
+    """Return the place of one rank in the run at an address."""
+    files = folder(address)
+    if isinstance(files, LocalFolder):
+        return Destination(files, rank=rank)
+    from layerscope.store.remote import RemoteDestination
+
+    assert isinstance(files, RemoteFolder)
+    return RemoteDestination(files, rank=rank)

@@ -13,9 +13,9 @@ from layerscope.errors import MissingExtra, NotARun
 from layerscope.store.address import (
     LocalFolder,
     RemoteFolder,
+    claim_name,
+    claim_of,
     folder,
-    is_journal,
-    journal_order,
     rank_folder,
     rank_of,
     segment,
@@ -27,13 +27,14 @@ def test_names_are_numbers_and_read_back():
     assert rank_folder(3) == "rank-00003"
     assert rank_of("rank-00003") == 3
     assert segment(12) == "segment-00012"
-    assert segment_of("segment-00012.partial") == (12, ".partial")
-    assert segment_of("segment-123456.safetensors") == (123456, ".safetensors")
-    assert sorted(["journal-00010", "journal", "journal-00002"], key=journal_order) == [
-        "journal",
-        "journal-00002",
-        "journal-00010",
-    ]
+    assert segment_of("segment-00012.partial") == (12, 12, 0, ".partial", "segment-00012")
+    merged = segment(3, last=66, claim=2)
+    assert merged == "segment-00003-00066.claim-00002"
+    assert segment_of(f"{merged}.safetensors") == (3, 66, 2, ".safetensors", merged)
+    assert claim_of(claim_name(7)) == 7
+    assert (claim_of("claim"), claim_of("claim-1")) == (None, None)
+    assert segment_of("segment-123456.safetensors") == (123456, 123456, 0, ".safetensors", "segment-123456")
+    assert segment_of("segment-00012.journal") == (12, 12, 0, ".journal", "segment-00012")
 
 
 @pytest.mark.parametrize("name", ["rank-3", "rank-00003x", "../rank-00003", "rank-00003/..", "rank-", "RANK-00003"])
@@ -41,11 +42,10 @@ def test_other_names_are_not_a_rank(name):
     assert rank_of(name) is None
 
 
-def test_other_names_are_neither_segment_nor_journal():
+def test_other_names_are_no_segment():
     assert segment_of("segment-00012.safetensors.tmp") is None
+    assert segment_of("segment-00012.journal.damaged") is None
     assert segment_of("/etc/passwd") is None
-    assert not is_journal("journal-x")
-    assert not is_journal("journals")
 
 
 def test_a_path_a_text_and_a_file_address_are_the_same_folder(tmp_path):
@@ -121,13 +121,35 @@ def test_remote_files_have_the_same_verbs(tmp_path):
     assert files.names() == []
     files.put("rank-00000/a", b"0123456789")
     (tmp_path / "b").write_bytes(b"xyz")
-    files.put_file("rank-00000/b", tmp_path / "b")
+    assert files.put_file_new("rank-00000/b", tmp_path / "b")
+    assert not files.put_file_new("rank-00000/b", tmp_path / "b")
+    assert not files.put_new("rank-00000/a", b"another")
     assert files.names() == ["rank-00000"]
     assert files.names("rank-00000") == ["a", "b"]
     assert files.size("rank-00000/a") == 10
     assert files.read("rank-00000/a", offset=2, length=3) == b"234"
     assert files.read("rank-00000/a", offset=20, length=3) == b""
     assert files.read("rank-00000/b") == b"xyz"
+    files.remove(["rank-00000/a", "rank-00000/gone"])
+    assert files.names("rank-00000") == ["b"]
+    with pytest.raises(FileNotFoundError):
+        files.read("rank-00000/a")
+    with pytest.raises(FileNotFoundError):
+        files.size("rank-00000/a")
+
+
+def test_a_run_elsewhere_is_listed_once_until_something_is_put(monkeypatch):
+    files, other = folder("memory://listed/run"), folder("memory://listed/run")
+    for name in ("run.json", "rank-00000/claim-00000", "rank-00001/run.json"):
+        files.put(name, b"1")
+    assert (files.names(), files.names("rank-00001")) == (["rank-00000", "rank-00001", "run.json"], ["run.json"])
+    other.put("rank-00001/later", b"22")
+    assert files.names("rank-00001") == ["run.json"]
+    with pytest.raises(FileNotFoundError):
+        files.size("rank-00001/later")
+    files.forget()
+    assert files.names("rank-00001") == ["later", "run.json"]
+    assert files.size("rank-00001/later") == 2
 
 
 def test_an_unknown_protocol_is_one_sentence():

@@ -1,291 +1,248 @@
-"""journal.py: lines with a checksum each."""
+"""journal.py: frames with a checksum each."""
 
 from __future__ import annotations
 
-import json
-import math
-import subprocess
-import sys
+import errno
+import os
+import struct
 
 import google_crc32c
 import pytest
 
-from layerscope.errors import Damaged, NewerFormat, RunBusy
-from layerscope.points import Moment
-from layerscope.store.address import LocalFolder
-from layerscope.store.journal import Journal, lines, opening_line, record_line, rest_of, rest_text, walk
-from layerscope.store.segment import Placed
+from layerscope.errors import NewerFormat, NotARun
+from layerscope.store import Dropped
+from layerscope.store.columns import Row
+from layerscope.store.journal import Journal, frame, read, row_frame
 
-PLACED = Placed(2, 65536, 24, 0xAB)
-
-
-def line(n: int = 0, **kwargs) -> bytes:
-    return record_line(n, "a.b:output[0]", Moment(step=n, batch=n), **kwargs)
+RUN = b"\x01run-\xff\x00z"
+SCHEMA = frame(RUN, 1, b'{"format":"layerscope","version":2,"rank":0,"run":"' + RUN.hex().encode() + b'"}')
 
 
-def checked(text: str) -> bytes:
-    """Write a line by hand, with a right checksum."""
-    return text.encode() + f',"check":"{google_crc32c.value(text.encode()):08x}"}}\n'.encode()
+def row(n: int = 0, point: str = "a.b:output[0]") -> Row:
+    return Row(n, point, None, n, n, 0, 0, note=b'{"n":%d}' % n)
 
 
-def test_a_line_is_json_whose_last_key_is_the_checksum_of_what_stands_before_it():
-    raw = line(7, dtype="float32", shape=(2, 3), placed=PLACED, rest=rest_text({"mean": "NaN"}, {"why": math.inf}))
-    value = json.loads(raw)
-    assert value == {
-        "record": 7,
-        "point": "a.b:output[0]",
-        "epoch": None,
-        "step": 7,
-        "batch": 7,
-        "call": 0,
-        "rank": 0,
-        "dtype": "float32",
-        "shape": [2, 3],
-        "segment": 2,
-        "offset": 65536,
-        "length": 24,
-        "crc32c": "000000ab",
-        "summary": {"mean": "NaN"},
-        "note": {"why": "Infinity"},
-        "check": value["check"],
-    }
-    assert list(value)[-1] == "check"
-    assert raw.isascii()
-    assert raw.count(b"\n") == 1
-    body = raw[: raw.rindex(b',"check"')]
-    assert int(value["check"], 16) == google_crc32c.value(body)
+def line(n: int = 0) -> bytes:
+    return row_frame(RUN, row(n))[0]
 
 
-def test_a_line_reads_back():
-    rest = rest_text({"mean": 1.5, "note": {"summary": 1}}, {"summary": "x", "why": math.inf})
-    raw = line(7, dtype="float32", shape=(2, 3), placed=PLACED, rest=rest)
-    [read] = lines(raw, at=100)
-    assert (read.at, read.size, read.damage) == (100, len(raw), None)
-    assert read.record.moment == Moment(step=7, batch=7)
-    assert (read.record.record, read.record.dtype, read.record.shape) == (7, "float32", (2, 3))
-    assert read.record.placed == PLACED
-    assert rest_of(raw) == ({"mean": 1.5, "note": {"summary": 1}}, {"summary": "x", "why": math.inf})
+def records(data: bytes) -> list[int]:
+    return [r.record for r in read(data).rows]
 
 
-def test_a_point_that_looks_like_the_end_of_the_facts_does_not_end_them():
-    raw = record_line(0, 'x,"summary"\\:,"note"\\::output', Moment(), rest=rest_text(None, {"a": 1}))
-    [read] = lines(raw)
-    assert read.damage is None
-    assert read.record.point == 'x,"summary"\\:,"note"\\::output'
+def test_a_frame_is_marker_length_kind_payload_and_a_masked_checksum():
+    raw = frame(RUN, 2, b"payload")
+    assert raw[:13] == RUN + struct.pack("<IB", 7, 2)
+    assert raw[13:20] == b"payload"
+    # The check goes over the payload and then over the head, and zeros do not have it.
+    check = google_crc32c.extend(google_crc32c.value(b"payload"), raw[:13])
+    assert struct.unpack("<I", raw[20:])[0] == ((check >> 15 | check << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def test_a_record_without_a_tensor_has_no_dtype():
-    [read] = lines(line(1, rest=rest_text({"mean": 1})))
-    assert (read.record.dtype, read.record.shape, read.record.placed) == (None, None, None)
+def test_frames_read_back_with_the_checksums_of_their_rows():
+    found = read(SCHEMA + line(0) + line(1))
+    assert (found.rows, found.damage, found.torn, found.run) == ([row(0), row(1)], [], 0, RUN)
+    assert found.checks == [row_frame(RUN, row(n))[1] for n in range(2)]
+    assert found.end == len(SCHEMA + line(0) + line(1))
 
 
-@pytest.mark.parametrize("at", [0, 5, 40, -25, -15, -3, -2])
-def test_a_changed_byte_is_noticed_and_costs_one_line(at):
-    broken = bytearray(line(1))
-    broken[at] ^= 1
-    read = list(lines(line(0) + broken + line(2)))
-    assert [r.record.record if r.record else None for r in read] == [0, None, 2]
-    assert read[1].damage
+def test_zeros_behind_the_last_frame_are_nothing():
+    for zeros in (1, 12, 17, 5000):
+        found = read(SCHEMA + line(0) + bytes(zeros))
+        assert (found.rows, found.damage, found.torn) == ([row(0)], [], 0)
+    for data in (b"", bytes(3), bytes(8), bytes(300_000)):
+        assert read(data)[:6] == ([], [], [], [], 0, 0)
 
 
-def test_every_truncation_of_a_line_is_noticed():
-    whole = line(1)
-    for end in range(1, len(whole) - 1):
-        [read] = lines(whole[:end])
-        assert read.record is None
-        assert read.damage
+def test_every_changed_byte_is_noticed_and_costs_one_frame():
+    whole = SCHEMA + line(0) + line(1) + line(2)
+    ends = [len(SCHEMA), len(SCHEMA + line(0)), len(SCHEMA + line(0) + line(1)), len(whole)]
+    for at in range(len(whole)):
+        broken = bytearray(whole)
+        broken[at] ^= 0x40
+        found = read(broken)
+        hit = next(n for n, end in enumerate(ends) if at < end)
+        assert [r.record for r in found.rows] == [n for n in range(3) if n != hit - 1], at
+        assert found.damage or found.torn, at
 
 
-def test_empty_lines_are_nothing():
-    assert [r.record.record for r in lines(b"\n" + line(0) + b"\n\n" + line(1))] == [0, 1]
+def test_every_truncation_is_noticed():
+    whole = SCHEMA + line(0) + line(1)
+    for end in range(len(SCHEMA) + len(line(0)) + 1, len(whole)):
+        found = read(whole[:end])
+        assert (found.rows, found.damage) == ([row(0)], [])
+        assert found.torn == len(whole[:end].rstrip(b"\0")) - found.end > 0
 
 
-FACTS = '{"record":0,"point":"a","epoch":null,"step":0,"batch":0,"call":0,"rank":0'
-TENSOR = FACTS + ',"dtype":"float32","shape":[1],"segment":0,"offset":65536,"length":4,"crc32c":"00000000"'
+def test_bytes_that_were_put_between_are_passed_over():
+    found = read(SCHEMA + line(0) + b"rubbish" + line(1) + RUN + line(2))
+    assert [r.record for r in found.rows] == [0, 1, 2]
+    assert [why for _, why in found.damage] == [f"{n} bytes that are not what was written" for n in (7, 8)]
 
 
-def test_the_lines_below_would_be_right():
-    assert [r.damage for r in lines(checked(FACTS) + checked(TENSOR))] == [None, None]
+def test_frames_of_another_run_on_the_same_blocks_are_not_read():
+    other = row_frame(b"another!", row(7))[0]
+    assert records(SCHEMA + line(0) + other) == [0]
+
+
+@pytest.mark.parametrize(("version", "error"), [(3, NewerFormat), (1, NotARun)])
+def test_another_version_is_refused(version, error):
+    with pytest.raises(error, match=f"format {version}"):
+        read(frame(RUN, 1, b'{"format":"layerscope","version":%d,"rank":0,"run":""}' % version))
 
 
 @pytest.mark.parametrize(
-    ("text", "old", "new"),
-    [
-        (FACTS, '"step":0', '"step":1e3'),
-        (FACTS, '"step":0', '"step":true'),
-        (FACTS, '"step":0', '"step":99999999999999999999'),
-        (FACTS, '"step":0', '"steps":0'),
-        (FACTS, '"record":0', '"record":-1'),
-        (FACTS, '"point":"a"', '"point":3'),
-        (FACTS, '"point":"a"', '"point":"a[[["'),
-        (TENSOR, '"shape":[1]', '"shape":[-1]'),
-        (TENSOR, '"shape":[1]', '"shape":5'),
-        (TENSOR, '"shape":[1]', '"shape":"1"'),
-        (TENSOR, '"offset":65536', '"offset":9223372036854775808'),
-        (TENSOR, '"crc32c":"00000000"', '"crc32c":"xyz"'),
-        (TENSOR, '"crc32c":"00000000"', '"crc32c":5'),
-        (TENSOR, '"crc32c":"00000000"', '"crc32c":"ffffffffffffffff"'),
-        (TENSOR, '"crc32c":"00000000"', '"crc32c":"-0000001"'),
-        (TENSOR, '"dtype":"float32"', '"dtype":"float\\ud800"'),
-        (TENSOR, '"dtype":"float32"', '"dtype":7'),
-        (FACTS, FACTS, '{"format":"layerscope","version":"x"'),
-        (FACTS, FACTS, "[1"),
-        (FACTS, FACTS, "[" * 100_000),
-    ],
+    "payload",
+    [b"", b"\0" * 100, b"\xff" * 100, row_frame(RUN, row(1))[0][13:-5], row_frame(RUN, row(1))[0][13:-4] + b"x"],
 )
-def test_a_line_with_a_right_checksum_and_wrong_contents_is_damaged(text, old, new):
-    [read] = lines(checked(text.replace(old, new)))
-    assert read.record is None
-    assert read.damage
+def test_a_right_checksum_over_wrong_contents_is_damage(payload):
+    for kind in (2, 3, 9):
+        found = read(SCHEMA + frame(RUN, kind, payload) + line(1))
+        assert [r.record for r in found.rows] == [1]
+        assert len(found.damage) == 1
 
 
-def test_a_point_is_taken_in_its_own_text_form_whoever_wrote_the_line():
-    texts = [r.record.point for r in lines(checked(FACTS) + checked(FACTS.replace('"a"', '"a\\ud800:input"')))]
-    assert texts == ["a:output", "a\\ud800:input"]
+@pytest.mark.parametrize("text", [b"[1]", b"{", b"[" * 100_000, b"\xff"])
+def test_a_first_frame_that_says_nothing_is_damage(text):
+    found = read(frame(RUN, 1, text) + line(1))
+    assert ([r.record for r in found.rows], len(found.damage)) == ([1], 1)
 
 
-def test_an_opening_line_is_no_record_and_a_newer_one_is_refused():
-    [read] = lines(opening_line(rank=3, run="abcd"))
-    assert (read.record, read.damage) == (None, None)
-    assert json.loads(opening_line(rank=3, run="abcd"))["rank"] == 3
-    with pytest.raises(NewerFormat, match="format 9"):
-        list(lines(checked('{"format":"layerscope","version":9,"rank":0,"run":""')))
+@pytest.mark.parametrize("point", ["a[[[", "op:", ""])
+def test_a_row_that_names_no_point_is_damage(point):
+    found = read(SCHEMA + row_frame(RUN, row(0, point))[0] + line(1))
+    assert ([r.record for r in found.rows], len(found.damage)) == ([1], 1)
 
 
-def test_rest_of_a_line_that_is_not_what_was_written_is_damaged():
-    broken = bytearray(line(0, rest=rest_text({"mean": 1})))
-    broken[20] ^= 1
-    with pytest.raises(Damaged, match="checksum"):
-        rest_of(broken)
-    with pytest.raises(Damaged, match="not an object"):
-        rest_of(checked(FACTS + ',"summary":5'))
+def test_a_hostile_file_of_markers_stays_linear(monkeypatch):
+    """What is looked at for checksums is counted: nothing but markers, each with a length as far as the end."""
+    looked = []
+    real = google_crc32c.extend
+    monkeypatch.setattr(google_crc32c, "extend", lambda value, data: looked.append(len(data)) or real(value, data))
+    for size in (1 << 16, 1 << 18):
+        looked.clear()
+        head = RUN + struct.pack("<IB", size // 2, 2)
+        assert read(SCHEMA + head * (size // len(head))).rows == []
+        assert sum(looked) < 20 * size + (2 << 20)
+        assert len(looked) < size
 
 
-def test_a_moment_beyond_64_bits_is_refused():
+def test_numbers_beyond_64_bits_are_refused():
     with pytest.raises(ValueError, match="64 bits"):
-        record_line(0, "a", Moment(step=2**63))
+        row_frame(RUN, row(0)._replace(step=2**63))
 
 
-def test_walking_a_journal_piece_by_piece_sees_each_line_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("layerscope.store.journal._PIECE", 100)
-    raw = b"".join(line(n) for n in range(20))
-    (tmp_path / "journal").write_bytes(raw + b'{"torn')
-    files = LocalFolder(tmp_path)
-    read = list(walk(files, "journal"))
-    assert [r.record.record for r in read] == list(range(20))
-    assert [raw[r.at : r.at + r.size] for r in read] == [line(n) for n in range(20)]
-    assert [r.record.record for r in walk(files, "journal", at=read[9].at)] == list(range(9, 20))
-    [*_, last] = walk(files, "journal", whole=True)
-    assert (last.at, last.size, last.record) == (len(raw), 6, None)
+# Writing ----------------------------------------------------------------------------------------
 
 
-def test_a_journal_without_newlines_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("layerscope.store.journal._PIECE", 100)
-    monkeypatch.setattr("layerscope.store.journal._LONGEST", 1000)
-    (tmp_path / "journal").write_bytes(b"x" * 5000 + b"\n" + line(0))
-    read = list(walk(LocalFolder(tmp_path), "journal"))
-    assert [r.record is not None for r in read][-1]
-    assert max(r.size for r in read) <= 1100
-    assert sum(r.size for r in read) == 5001 + len(line(0))
-
-
-def test_lines_are_appended(tmp_path):
-    journal = Journal(tmp_path / "journal")
+def test_frames_are_appended_and_room_is_kept_behind_them(tmp_path):
+    journal = Journal(tmp_path / "j", run=RUN, rank=3)
     journal.append(line(0))
-    journal.append(line(1))
+    journal.append(line(1) + line(2))
     journal.close()
-    journal = Journal(tmp_path / "journal")
-    journal.append(line(2))
-    journal.close()
-    assert (tmp_path / "journal").read_bytes() == line(0) + line(1) + line(2)
+    raw = (tmp_path / "j").read_bytes()
+    assert read(raw)[:5] == ([row(n) for n in range(3)], [row_frame(RUN, row(n))[1] for n in range(3)], [], [], 0)
+    assert len(raw) - read(raw).end >= 64 << 10
+    assert not any(raw[read(raw).end :])
 
 
-def test_a_line_after_a_torn_one_is_not_glued_to_it(tmp_path):
-    for torn in (line(1)[:-30], line(1)[:-1]):  # the second lacks only its newline
-        path = tmp_path / f"journal{len(torn)}"
-        path.write_bytes(line(0) + torn)
-        journal = Journal(path)
-        assert journal.torn
-        journal.append(line(2))
-        journal.close()
-        assert [r.record.record if r.record else None for r in lines(path.read_bytes())] == [0, None, 2]
+def test_an_existing_journal_is_never_overwritten(tmp_path):
+    (tmp_path / "j").write_bytes(b"precious")
+    with pytest.raises(FileExistsError):
+        Journal(tmp_path / "j", run=RUN, rank=0)
+    assert (tmp_path / "j").read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize("can_cut", [True, False])
-def test_a_line_the_disk_refuses_halfway_is_taken_back_or_spoilt(tmp_path, monkeypatch, can_cut):
-    import os
-
-    journal = Journal(tmp_path / "journal")
+def test_frames_the_disk_refuses_halfway_are_taken_back(tmp_path, monkeypatch, can_cut):
+    journal = Journal(tmp_path / "j", run=RUN, rank=0)
     journal.append(line(0))
-    real_write, real_cut = os.write, os.ftruncate
+    real = os.pwrite
 
-    def full(fd, data):
-        if len(data) > 20:
-            return real_write(fd, bytes(data)[:20])
-        raise OSError(28, "No space left on device")
+    def full(fd, data, offset):
+        if len(data) > 150:
+            return real(fd, bytes(data)[:150], offset)
+        if any(data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, offset)
 
-    def refuse(fd, size):
-        raise OSError(5, "Input/output error")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        if not can_cut:
+            patch.setattr(os, "ftruncate", lambda fd, size: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(OSError, match="No space"):
+            journal.append(line(1) + line(2) + line(3))
+    assert records((tmp_path / "j").read_bytes()) == [0]
+    journal.append(line(4))
+    journal.close()
+    found = read((tmp_path / "j").read_bytes())
+    assert ([r.record for r in found.rows], found.damage, found.torn) == ([0, 4], [], 0)
 
-    monkeypatch.setattr(os, "write", full)
-    if not can_cut:
-        monkeypatch.setattr(os, "ftruncate", refuse)
+
+def test_losses_are_written_once_for_each_point_and_reason_and_grow_in_place(tmp_path):
+    journal = Journal(tmp_path / "j", run=RUN, rank=0)
+    for count in range(1, 4):
+        journal.lose("a\ud800:output", "the disk", count, "step=1")
+        journal.lose("b:output", "the disk", count * 2, "step=2")
+    end = journal.end
+    journal.lose("b:output", "the disk", 9, "step=2")
+    assert journal.end == end
+    journal.close()
+    assert read((tmp_path / "j").read_bytes()).losses == [
+        Dropped("a\ud800:output", 3, "the disk", "step=1"),
+        Dropped("b:output", 9, "the disk", "step=2"),
+    ]
+
+
+def test_on_a_full_disk_losses_go_to_the_room_that_was_kept_and_the_last_are_counted_together(tmp_path, monkeypatch):
+    journal = Journal(tmp_path / "j", run=RUN, rank=0)
+    journal.append(line(0))
+    journal.append(b"".join(line(n) for n in range(1, 2000)))
+
+    def full(fd, offset, length):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    size = os.fstat(journal.fd).st_size
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
-        journal.append(line(1)[:30] + b"\n")
-    monkeypatch.setattr(os, "write", real_write)
-    monkeypatch.setattr(os, "ftruncate", real_cut)
-    journal.append(line(2))
-    journal.append(line(3))
+        journal.append(b"".join(line(n) for n in range(2000, 4000)))
+    for n in range(5000):
+        journal.lose(f"layers.{n}:output", "the disk refused it", 1, "step=1")
+    journal.lose("layers.4999:output", "the disk refused it", 2, "step=1")
     journal.close()
-    read = list(lines((tmp_path / "journal").read_bytes()))
-    assert [r.record.record for r in read if r.record] == [0, 2, 3]
-    assert sum(r.damage is not None for r in read) == (0 if can_cut else 1)
+    found = read((tmp_path / "j").read_bytes())
+    assert len(found.rows) == 2000
+    assert sum(loss.count for loss in found.losses) == 5001
+    assert len(found.losses) > 400
+    assert found.losses[-1].reason == "the disk had no room to say what it was"
+    assert (tmp_path / "j").stat().st_size <= size
 
 
-def test_a_second_writer_is_refused_and_reading_is_not(tmp_path):
-    journal = Journal(tmp_path / "journal")
+def test_a_file_system_that_promises_no_blocks_is_written_to_all_the_same(tmp_path, monkeypatch):
+    def refuse(fd, offset, length):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    journal = Journal(tmp_path / "j", run=RUN, rank=0)
     journal.append(line(0))
-    with pytest.raises(RunBusy, match="another process is writing"):
-        Journal(tmp_path / "journal")
-    assert len(list(walk(LocalFolder(tmp_path), "journal"))) == 1
+    journal.lose("a:output", "why", 1, "step=0")
     journal.close()
-    Journal(tmp_path / "journal").close()
+    assert records((tmp_path / "j").read_bytes()) == [0]
+    assert len(read((tmp_path / "j").read_bytes()).losses) == 1
 
 
-def test_the_lock_holds_between_processes_and_ends_with_them(tmp_path):
-    script = (
-        "import sys, time; from pathlib import Path; from layerscope.store.journal import Journal;"
-        "j = Journal(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "journal")], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert child.stdout.readline() == "locked\n"
-        with pytest.raises(RunBusy):
-            Journal(tmp_path / "journal")
-    finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
-    Journal(tmp_path / "journal").close()
-
-
-def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
-    import fcntl
-
-    def refuse(fd, how):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    Journal(tmp_path / "journal").close()
-    assert (tmp_path / "journal").exists()
-
-
-def test_a_removed_journal_is_noticed_at_the_next_line(tmp_path):
-    journal = Journal(tmp_path / "journal")
-    journal.append(line(0))
-    (tmp_path / "journal").unlink()
+def test_a_removed_journal_is_noticed_at_the_next_frame(tmp_path):
+    journal = Journal(tmp_path / "j", run=RUN, rank=0)
+    (tmp_path / "j").unlink()
     with pytest.raises(FileNotFoundError, match="removed"):
         journal.append(line(1))
     journal.close()
+
+
+def test_a_file_system_that_counts_no_names_is_no_removed_folder(tmp_path, monkeypatch):
+    real = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result([*real(fd)[:3], 0, *real(fd)[4:]]))
+    journal = Journal(tmp_path / "j", run=RUN, rank=0)
+    journal.append(line(0))
+    journal.close()
+    assert records((tmp_path / "j").read_bytes()) == [0]

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 
+import google_crc32c
 import pytest
 
 from layerscope.errors import Damaged, NewerFormat, NotARun
@@ -30,27 +31,51 @@ FULL = Manifest(
 )
 
 
+def written(value: dict) -> str:
+    """Write a manifest by hand, with a right checksum."""
+    body = json.dumps({k: v for k, v in value.items() if k != "check"}, indent=1).removesuffix("\n}")
+    return f'{body},\n "check": "{google_crc32c.value(body.encode()):08x}"\n}}\n'
+
+
 def test_it_reads_back():
     assert Manifest.loads(FULL.dumps()) == FULL
 
 
 def test_it_is_json_for_anybody_and_says_what_it_is():
     value = json.loads(FULL.dumps(), parse_constant=pytest.fail)
-    assert (value["format"], value["version"]) == ("layerscope", 1)
+    assert (value["format"], value["version"]) == ("layerscope", 2)
+    assert list(value)[-1] == "check"
+    assert written(value) == FULL.dumps()
     assert value["model"] == {"class": "Llama", "lr": "Infinity"}
     assert value["completeness"]["dropped"] == [{"point": "b:output", "count": 2, "reason": "disk", "first": "step=1"}]
 
 
 def test_keys_of_a_later_minor_are_passed_over():
     value = json.loads(FULL.dumps()) | {"colour": "blue"}
-    assert Manifest.loads(json.dumps(value)) == FULL
+    assert Manifest.loads(written(value)) == FULL
 
 
 def test_a_newer_format_is_refused_with_the_way_out():
-    value = json.loads(FULL.dumps()) | {"version": 2}
-    with pytest.raises(NewerFormat, match="written by format 2; this layerscope reads up to 1: upgrade") as caught:
-        Manifest.loads(json.dumps(value))
-    assert isinstance(caught.value, NotARun)
+    value = json.loads(FULL.dumps()) | {"version": 3}
+    for text in (written(value), json.dumps({"format": "layerscope", "version": 3})):  # with our check, or none
+        with pytest.raises(NewerFormat, match="written by format 3; this layerscope reads up to 2: upgrade") as caught:
+            Manifest.loads(text)
+        assert isinstance(caught.value, NotARun)
+
+
+def test_the_first_format_was_never_released_and_is_refused_in_a_sentence():
+    with pytest.raises(NotARun, match="written by format 1, which was never released; record it again"):
+        Manifest.loads(json.dumps({"format": "layerscope", "version": 1, "mode": None}))
+
+
+def test_every_flipped_bit_is_noticed():
+    raw = FULL.dumps().encode()
+    for at in range(len(raw)):
+        for bit in (0, 3, 6):
+            flipped = bytearray(raw)
+            flipped[at] ^= 1 << bit
+            with pytest.raises(Damaged):
+                Manifest.loads(flipped)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +102,7 @@ def test_a_newer_format_is_refused_with_the_way_out():
 )
 def test_a_manifest_with_wrong_contents_is_damaged_and_not_a_crash(change):
     with pytest.raises(Damaged):
-        Manifest.loads(json.dumps(json.loads(FULL.dumps()) | change))
+        Manifest.loads(written(json.loads(FULL.dumps()) | change))
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 100_000, FULL.dumps()[:-20].encode()])
@@ -118,9 +143,9 @@ def test_forwards_that_raised_are_kept_added_up_and_absent_in_old_files():
     assert Manifest.loads(some.dumps()).completeness.failed == 2
     old = json.loads(some.dumps())
     del old["completeness"]["failed"]
-    assert Manifest.loads(json.dumps(old)).completeness.failed == 0
+    assert Manifest.loads(written(old)).completeness.failed == 0
     two, three = Completeness(failed=2), Completeness(failed=3)
     assert two.followed_by(three).failed == 5
     assert Completeness.of_ranks([two, three]).failed == 3
     with pytest.raises(Damaged):
-        Manifest.loads(some.dumps().replace('"failed": 2', '"failed": -2'))
+        Manifest.loads(written(json.loads(some.dumps().replace('"failed": 2', '"failed": -2'))))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from layerscope.errors import NewerFormat, NotARun, RunBusy, Unsupported
-from layerscope.points import Moment
+from layerscope.errors import Damaged, NewerFormat, NotARun, RunBusy, Unsupported
+from layerscope.points import Moment, Point
 from layerscope.store import Manifest, Writer, open_run, recover
 from layerscope.store.segment import ROOM
 
@@ -30,6 +30,26 @@ def killed(tmp_path, write):
 
 def contents(path) -> dict:
     return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def journal_of(path):
+    return path / "rank-00000/segment-00000.journal"
+
+
+def frames(path) -> bytes:
+    """Return a journal without the room that is kept behind it."""
+    return journal_of(path).read_bytes().rstrip(b"\0")
+
+
+def damage(path, text: bytes) -> None:
+    raw = bytearray(journal_of(path).read_bytes())
+    raw[raw.index(text)] ^= 1
+    journal_of(path).write_bytes(raw)
+
+
+def tensors(path) -> dict:
+    with safe_open(sealed(path), "np") as file:
+        return {k: file.get_tensor(k).tolist() for k in sorted(file.keys()) if k.isdecimal() or k.startswith("gap")}
 
 
 def partial(path):
@@ -68,63 +88,58 @@ def test_bytes_nobody_was_told_of_are_cut_off(killed):
     with partial(killed).open("ab") as file:
         file.write(b"x" * 100)
     assert recover(killed)[:3] == (1, 3, [])
-    assert sealed(killed).stat().st_size == ROOM + 48
+    assert tensors(killed) == {f"{n:08d}": v.tolist() for n, v in enumerate(VALUES)}
 
 
-def test_a_torn_last_line_is_dropped_and_named(killed):
-    journal = killed / "rank-00000/journal"
-    whole = journal.read_bytes()
-    journal.write_bytes(whole + b'{"record":3,"poi')
-    assert any("16 bytes" in note for note in open_run(killed).notes)
+def test_a_torn_last_frame_is_dropped_and_named(killed):
+    whole = frames(killed)
+    journal_of(killed).write_bytes(whole + whole[:13] + b"poi")
+    assert any("16 bytes of a frame that is being written, or was torn" in note for note in open_run(killed).notes)
     done = recover(killed)
     assert (done.sealed, done.records) == (1, 3)
-    [damage] = done.lost
-    assert damage.file == "rank-00000/journal"
-    assert "16 bytes of a last line that was never finished" in damage.reason
-    assert journal.read_bytes() == whole
+    [lost] = done.lost
+    assert (lost.file, lost.acknowledged) == ("rank-00000/segment-00000.journal", False)
+    assert "16 bytes of a last frame that was never finished" in lost.reason
+    assert not journal_of(killed).exists()
+    assert not journal_of(killed).with_name("segment-00000.journal.damaged").exists()
 
 
-def test_a_last_line_that_lacks_only_its_newline_is_kept(killed):
-    journal = killed / "rank-00000/journal"
-    whole = journal.read_bytes()
-    journal.write_bytes(whole[:-1])
-    assert recover(killed)[:3] == (1, 3, [])
-    assert journal.read_bytes() == whole
-
-
-def test_a_damaged_line_in_the_middle_costs_its_record_and_is_covered_by_a_gap(killed, wrong):
-    journal = killed / "rank-00000/journal"
-    wrong(journal, journal.read_bytes().index(b'"record":1') + 5)
-    before = journal.read_bytes()
+def test_a_damaged_frame_in_the_middle_costs_its_record_and_is_covered_by_a_gap(killed):
+    damage(killed, b"p1:output")
+    before = journal_of(killed).read_bytes()
     done = recover(killed)
     assert (done.sealed, done.records, len(done.lost)) == (1, 2, 1)
-    assert journal.read_bytes() == before
-    with safe_open(sealed(killed), "np") as file:
-        assert sorted(file.keys()) == ["00000000", "00000002", f"gap-{ROOM + 16}"]
-        assert file.get_tensor(f"gap-{ROOM + 16}").tobytes() == VALUES[1].tobytes()
+    assert journal_of(killed).with_name("segment-00000.journal.damaged").read_bytes() == before
+    found = tensors(killed)
+    assert sorted(found) == ["00000000", "00000002", f"gap-{ROOM + 16}"]
+    assert bytes(found[f"gap-{ROOM + 16}"]) == VALUES[1].tobytes()
     run = open_run(killed)
     assert [run.tensor(f"p{n}").tolist() for n in (0, 2)] == [[0] * 4, [2] * 4]
-    assert len(run.damaged) == 1
 
 
 def test_damaged_bytes_are_named_by_point_and_moment_and_no_key_leads_to_them(killed, wrong):
     wrong(partial(killed), ROOM + 16 + 3)
     done = recover(killed)
-    [damage] = done.lost
-    assert (damage.point, damage.moment) == ("p1:output", "step=1 batch=0")
-    assert "checksum" in damage.reason
-    with safe_open(sealed(killed), "np") as file:
-        assert "00000001" not in file.keys()  # noqa: SIM118
-        assert file.get_tensor("00000002").tolist() == [2] * 4
+    [lost] = done.lost
+    assert (lost.point, lost.moment) == ("p1:output", "step=1 batch=0")
+    assert "checksum" in lost.reason
+    assert sorted(tensors(killed)) == ["00000000", "00000002", f"gap-{ROOM + 16}"]
+    assert tensors(killed)["00000002"] == [2] * 4
+    with pytest.raises(Damaged):
+        open_run(killed).tensor("p1")
 
 
-def test_a_damaged_last_line_keeps_the_bytes_it_spoke_of(killed, wrong):
-    journal = killed / "rank-00000/journal"
-    wrong(journal, len(journal.read_bytes()) - 30)
+def test_a_damaged_last_frame_keeps_the_bytes_it_spoke_of(killed):
+    damage(killed, b"p2:output")
     done = recover(killed)
     assert (done.records, len(done.lost)) == (2, 1)
-    with safe_open(sealed(killed), "np") as file:
-        assert file.get_tensor(f"gap-{ROOM + 32}").tobytes() == VALUES[2].tobytes()
+    assert bytes(tensors(killed)[f"gap-{ROOM + 32}"]) == VALUES[2].tobytes()
+
+
+def test_a_damaged_marker_at_the_beginning_costs_nothing_but_itself(killed, wrong):
+    wrong(journal_of(killed), 3)
+    assert len(open_run(killed)) == 3
+    assert recover(killed).records == 3
 
 
 def test_a_segment_shorter_than_its_journal_says_so_for_each_record(killed):
@@ -132,25 +147,48 @@ def test_a_segment_shorter_than_its_journal_says_so_for_each_record(killed):
     done = recover(killed)
     assert (done.sealed, done.records) == (1, 1)
     assert [d.point for d in done.lost] == ["p1:output", "p2:output"]
-    assert all("the file ends at byte" in d.reason for d in done.lost)
-    with safe_open(sealed(killed), "np") as file:
-        assert file.get_tensor("00000000").tolist() == [0] * 4
+    assert all(f"not inside a file of {ROOM + 20}" in d.reason for d in done.lost)
+    assert tensors(killed) == {"00000000": [0] * 4}
+    assert [(d.point, d.count) for d in open_run(killed).dropped] == [("p1:output", 1), ("p2:output", 1)]
 
 
-def test_a_segment_no_line_speaks_of_is_removed_only_when_the_journal_is_whole(killed, wrong):
-    journal = killed / "rank-00000/journal"
-    whole = journal.read_bytes()
-    first = whole.index(b"\n") + 1
-    journal.write_bytes(whole[:first])
-    copy = killed.parent / "copy"
-    shutil.copytree(killed, copy)
+def test_a_segment_no_frame_speaks_of_is_removed_only_when_the_journal_is_whole(killed):
+    whole = frames(killed)
+    first = whole.index(whole[:8], 8)  # the run's name begins each frame
+    journal_of(killed).write_bytes(whole[:first])
+    copy, gone = killed.parent / "copy", killed.parent / "gone"
+    for each in (copy, gone):
+        shutil.copytree(killed, each)
     assert recover(killed)[:3] == (0, 0, [])
     assert not partial(killed).exists()
     assert not sealed(killed).exists()
-    wrong(copy / "rank-00000/journal", 5)
-    done = recover(copy)
-    assert (done.sealed, done.records, len(done.lost)) == (1, 0, 1)
-    assert sealed(copy).stat().st_size == ROOM + 48
+    damage(copy, b"layerscope")
+    journal_of(gone).unlink()
+    for each, reads in ((copy, "nothing of it reads"), (gone, "it is not there")):
+        done = recover(each)
+        assert (done.sealed, done.records) == (1, 0)
+        assert any(reads in lost.reason and lost.acknowledged for lost in done.lost)
+        assert bytes(tensors(each)[f"gap-{ROOM}"]) == b"".join(v.tobytes() for v in VALUES)
+
+
+@pytest.mark.parametrize("harm", ["nothing", "a column", "all of it"])
+def test_of_a_sealed_segment_and_its_journal_the_sealed_one_counts_while_it_reads(killed, harm):
+    journal = journal_of(killed).read_bytes()
+    recover(killed)
+    whole = sealed(killed).read_bytes()
+    journal_of(killed).write_bytes(journal)
+    if harm == "a column":
+        raw = bytearray(whole)
+        raw[whole.index(VALUES[2].tobytes()) + 16 + 64] ^= 1
+        sealed(killed).write_bytes(raw)
+    elif harm == "all of it":
+        sealed(killed).write_bytes(whole[: ROOM + 48])
+    assert recover(killed).lost == []
+    assert not journal_of(killed).exists()
+    assert open_run(killed).damaged == []
+    assert tensors(killed) == {f"{n:08d}": v.tolist() for n, v in enumerate(VALUES)}
+    run = open_run(killed)
+    assert [run.tensor(f"p{n}").tolist() for n in range(3)] == [v.tolist() for v in VALUES]
 
 
 def test_progress_is_told(killed):
@@ -180,11 +218,11 @@ def test_a_manifest_that_does_not_read_is_kept_aside_and_replaced(killed, garbag
     assert contents(killed) == before
 
 
-def test_a_newer_format_is_refused_before_anything_is_touched(killed):
-    value = json.loads((killed / "run.json").read_text()) | {"version": 2}
-    (killed / "run.json").write_text(json.dumps(value))
+@pytest.mark.parametrize(("version", "error"), [(3, NewerFormat), (1, NotARun)])
+def test_another_format_is_refused_before_anything_is_touched(killed, version, error):
+    (killed / "run.json").write_text(json.dumps({"format": "layerscope", "version": version}))
     before = contents(killed)
-    with pytest.raises(NewerFormat):
+    with pytest.raises(error, match=f"written by format {version}"):
         recover(killed)
     assert contents(killed) == before
 
@@ -234,13 +272,27 @@ def test_sealed_segments_are_verified_and_their_damage_named_each_time(killed, w
         )
     assert contents(killed) == before
     sealed(killed).unlink()
-    assert [d.point for d in recover(killed).lost] == ["p0:output", "p1:output", "p2:output"]
+    assert [(d.file, d.reason) for d in recover(killed).lost] == [
+        ("rank-00000/segment-00000.safetensors", "it is not there, and held 3 records")
+    ]
 
 
-def test_a_journal_that_was_cut_between_two_lines_or_is_gone_is_named(killed):
-    recover(killed)
-    journal = killed / "rank-00000/journal"
-    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-1]))
-    assert ["speaks of 3 records" in d.reason for d in recover(killed).lost] == [True]
-    journal.unlink()
-    assert [d.file for d in recover(killed).lost] == ["rank-00000/journal"]
+def test_what_was_lost_while_recording_is_told_after_a_kill(tmp_path, write):
+    writer = write(tmp_path / "live", [("p0", Moment(), VALUES[0])])
+    for n in range(5):
+        writer.lose(Point(f"x{n % 2}"), Moment(step=n), "there was no room")
+    writer.flush()
+    shutil.copytree(tmp_path / "live", tmp_path / "killed")
+    writer.close()
+    recover(tmp_path / "killed")
+    wanted = {("x0:output", 3, "step=0"), ("x1:output", 2, "step=1 batch=0")}
+    run = open_run(tmp_path / "killed")
+    assert {(d.point, d.count, d.first) for d in run.dropped} == wanted
+    assert not run.complete
+    again = Writer(tmp_path / "killed", Manifest(), append=True)
+    again.lose(Point("x0"), Moment(step=9), "there was no room")
+    again.flush()
+    shutil.copytree(tmp_path / "killed", tmp_path / "twice")
+    again.close()
+    recover(tmp_path / "twice")
+    assert {(d.point, d.count) for d in open_run(tmp_path / "twice").dropped} == {("x0:output", 4), ("x1:output", 2)}

@@ -2,7 +2,7 @@
 
     reader = recognised(Place(folder("layer_outputs"), mode="2-1"))     # None: nobody's
 
-Each layout is a sibling module with one function, `recognise(place) -> Reader | None`, which looks at names and headers
+Each layout is a sibling module with one function, `recognise(place) -> Run | None`, which looks at names and headers
 and loads no tensor. `open_run` offers a place to layerscope's own layout first and then to these, in this order. A
 layout's module is imported when its turn comes, and imports no torch.
 """
@@ -13,8 +13,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Final
 
+from layerscope.errors import NotARun
 from layerscope.store.layouts.place import Place
-from layerscope.store.reader import Reader
+from layerscope.store.run import Run
 
 __all__ = ["LAYOUTS", "Place", "recognised"]
 
@@ -22,11 +23,21 @@ __all__ = ["LAYOUTS", "Place", "recognised"]
 LAYOUTS: Final = ("quamba", "first_layer", "neuron", "msprobe", "sglang", "huggingface", "monitor")
 
 
-def recognised(place: Place) -> Reader | None:
-    """Return a reader of what lies there, by the first layout that knows it; None when none does."""
+def recognised(place: Place) -> Run | None:
+    """Return a reader of what lies there, by the first layout that knows it; None when none does.
+
+    Raises NotARun where a layout knows the names and understands nothing of what they hold: an empty run would look
+    like one that saw nothing.
+    """
     for name in LAYOUTS:
-        recognise: Callable[[Place], Reader | None] = import_module(f"{__name__}.{name}").recognise
+        recognise: Callable[[Place], Run | None] = import_module(f"{__name__}.{name}").recognise
         reader = recognise(place)
         if reader is not None:
-            return reader
+            if reader.points:
+                return reader
+            why = [*reader.notes, *(f"{one.point}: {one.reason}" for one in reader.manifest.completeness.missing)]
+            raise NotARun(
+                f"{reader.address} looks like a dump in the {reader.layout} layout, and nothing of it can be read: "
+                f"{'; '.join(why[:5]) or 'it holds no tensor and no statistics'}"
+            )
     return None

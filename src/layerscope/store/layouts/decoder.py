@@ -17,7 +17,16 @@ from layerscope.points import Leaf, Point, Side
 __all__ = ["Decoder", "decoder", "leaf_of"]
 
 STACKS = ("layers", "h", "blocks", "layer", "block")
-EMBEDDINGS = ("embedding", "embeddings", "embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in")
+EMBEDDINGS = (
+    "embedding",
+    "embeddings",
+    "embed_tokens",
+    "embed",
+    "wte",
+    "word_embeddings",
+    "tok_embeddings",
+    "embed_in",
+)
 LOGITS = ("logits", "lm_head")
 # The words that a layer's first argument goes by, where it is given by name.
 ARGUMENTS = ("hidden_states", "x", "input", "inputs")

@@ -20,7 +20,7 @@ from layerscope.errors import Unsupported
 from layerscope.store import strictjson
 from layerscope.store.address import PARTIAL, sync_directory
 from layerscope.store.layouts.arrays import NUMPY
-from layerscope.store.reader import Entry
+from layerscope.store.run import Entry
 
 if TYPE_CHECKING:
     import torch

@@ -8,6 +8,7 @@ Beside it may lie `{name}_stats.json`, with what the modes have in common.
 from __future__ import annotations
 
 import re
+import shutil
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +16,18 @@ from typing import TYPE_CHECKING, Any
 from layerscope.errors import NotARun, RunExists
 from layerscope.points import Point, Side
 from layerscope.store.address import LocalFolder
-from layerscope.store.layouts.archives import Member
+from layerscope.store.layouts.archives import archive
 from layerscope.store.layouts.arrays import array, npz
-from layerscope.store.layouts.foreign import ForeignRun
+from layerscope.store.layouts.foreign import foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.quamba import about, said_of
 from layerscope.store.layouts.statistics import described, object_in
 from layerscope.store.manifest import Completeness, Manifest
+from layerscope.store.run import Run
 
 if TYPE_CHECKING:
     from layerscope.store.layouts.writing import Job
-    from layerscope.store.reader import Entry
+    from layerscope.store.run import Entry
 
 __all__ = ["NAME", "key", "recognise", "statistics_name", "write"]
 
@@ -44,7 +46,7 @@ def statistics_name(name: str) -> str:
     return f"{name.removesuffix('.npz')}_stats.json"
 
 
-def recognise(place: Place) -> ForeignRun | None:
+def recognise(place: Place) -> Run | None:
     """Read an `.npz` file, or the folder that has one of the usual name; None for anything else."""
     name = place.file if place.file is not None else NAME if NAME in place.names else None
     if name is None or not name.endswith(".npz"):
@@ -65,7 +67,11 @@ def recognise(place: Place) -> ForeignRun | None:
     others = [found for found in members if not _KEY.fullmatch(found)]
     if others:
         notes.append(f"{len(others)} other arrays are passed over, {others[0]!r} first")
-    items = [array(members[key(mode, side)]).item(Point("layers.0", side)) for side in SIDES if side in sides[mode]]
+    items = [
+        array(place.files, name, members[key(mode, side)]).item(Point("layers.0", side))
+        for side in SIDES
+        if side in sides[mode]
+    ]
     said = _said(place, name, mode, notes)
     aliases = {
         alias: [str(item.point)]
@@ -74,7 +80,7 @@ def recognise(place: Place) -> ForeignRun | None:
     }
     done = Completeness(state="unknown", points=len(items), records=len(items))
     manifest = Manifest(**said_of(said), mode=mode, aliases=aliases, completeness=done)
-    return ForeignRun(
+    return foreign_run(
         f"{place.address}:{mode}", "first-layer", items, manifest=manifest, notes=notes, reopen=(place.address, mode)
     )
 
@@ -126,12 +132,12 @@ def write(job: Job) -> None:
     with Batch(path.parent) as batch:
         with (
             opened(batch.new(path.name)) as out,
-            zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+            zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new,
         ):
             for name, member in old.items():
                 if name not in ours:
-                    _copy(member, archive)
-            said["modes"][mode] = {side: _put(job, archive, mode, side, entry) for side, entry in entries.items()}
+                    _copy(files, path.name, member.filename, new)
+            said["modes"][mode] = {side: _put(job, new, mode, side, entry) for side, entry in entries.items()}
         write_json(batch.new(statistics_name(path.name)), said)
     job.leave_others(used)
 
@@ -140,22 +146,25 @@ def _target(path: Path) -> Path:
     return path if path.suffix == ".npz" else path / NAME
 
 
-def _put(job: Job, archive: zipfile.ZipFile, mode: str, side: str, entry: Entry) -> dict[str, Any]:
+def _put(job: Job, new: zipfile.ZipFile, mode: str, side: str, entry: Entry) -> dict[str, Any]:
     from layerscope.store.layouts.files import write_npy
 
-    with archive.open(f"{key(mode, side)}.npy", "w", force_zip64=True) as out:
+    with new.open(f"{key(mode, side)}.npy", "w", force_zip64=True) as out:
         summary, dtype = write_npy(out, entry)
     job.wrote(entry, key(mode, side), dtype)
     return described(summary, written=dtype)
 
 
-def _copy(member: Member, archive: zipfile.ZipFile) -> None:
+def _copy(files: LocalFolder, name: str, member: str, out: zipfile.ZipFile) -> None:
     """Take over an array of another mode as it is, a stretch at a time."""
-    info = zipfile.ZipInfo(member.name)
+    info = zipfile.ZipInfo(member)
     info.compress_type = zipfile.ZIP_DEFLATED
-    with archive.open(info, "w", force_zip64=True) as out:
-        for part in member.parts(16 << 20):
-            out.write(part)
+    with (
+        archive(files, name, member) as (old, _),
+        old.open(member) as source,
+        out.open(info, "w", force_zip64=True) as target,
+    ):
+        shutil.copyfileobj(source, target, 16 << 20)
 
 
 def _merged(files: LocalFolder, name: str, job: Job, entries: dict[Side, Entry]) -> dict[str, Any]:

@@ -14,18 +14,23 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from layerscope.errors import Ambiguous, Damaged, LayerscopeError
+from layerscope.errors import Ambiguous, Damaged, LayerscopeError, Unsupported
 from layerscope.points import Leaf, Moment, Point, unwrapped
 from layerscope.store.address import Folder
 from layerscope.store.dtypes import STORED
-from layerscope.store.layouts.extents import Extent
-from layerscope.store.layouts.foreign import ForeignRun, Item
-from layerscope.store.layouts.later import Later
+from layerscope.store.layouts.copies import path_of
+from layerscope.store.layouts.foreign import Item, foreign_run
 from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.unread import Unread, later, mapped
 from layerscope.store.manifest import Completeness, Manifest, Missing
+from layerscope.store.run import Run
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["recognise"]
 
@@ -36,7 +41,6 @@ _PRINTED = re.compile(r"tensor\((-?(?:nan|inf|[\d.]+(?:e[+-]?\d+)?))[,)]")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[._])")
 _STATISTICS = ("mean", "std", "min", "max")
 _DTYPES = {known.code: name for name, known in STORED.items() if known.trailing == 1}
-_LARGEST_HEADER = 1 << 20
 _DEEPEST = 100
 
 
@@ -52,7 +56,7 @@ class _Seen:
     said: Mapping[str, Any]
 
 
-def recognise(place: Place) -> ForeignRun | None:
+def recognise(place: Place) -> Run | None:
     """Read a trace: the folder, or one of the two trees in it."""
     trees = [name for name in place.files.names() if name.endswith(_TREES)]
     if place.file is not None:
@@ -73,7 +77,7 @@ def recognise(place: Place) -> ForeignRun | None:
     items = reading.items()
     completeness = Completeness("unknown", points=len(items), records=len(items), missing=reading.missing)
     manifest = Manifest({"class": model}, runtime="transformers", started="", completeness=completeness)
-    return ForeignRun(place.address, "huggingface", items, manifest=manifest, notes=reading.notes())
+    return foreign_run(place.address, "huggingface", items, manifest=manifest, notes=reading.notes())
 
 
 def _model(name: str) -> str:
@@ -156,9 +160,8 @@ class _Reading:
         dtype, shape, file = seen.dtype, seen.shape, seen.file
         printed = {key: _printed(seen.said[key]) for key in _STATISTICS if key in seen.said}
         if file in self._there and is_there and dtype in STORED:
-            return Later(self._files, file, dtype, shape, _in_file, "the call tree").item(
-                seen.point, seen.moment, note=printed
-            )
+            unread = later(self._files, file, dtype, shape, _in_file, "the call tree")
+            return unread.item(seen.point, seen.moment, note=printed)
         if file is not None and is_there:
             why = f"no dtype {dtype} is known" if file in self._there else f"{file} is not there"
             self.missing.append(Missing(str(seen.point), why))
@@ -258,21 +261,30 @@ def _templates(file: str) -> Iterator[tuple[str, int, int]]:
         yield f"{file[: match.start()]}#{file[match.end() :]}", int(match[0]), rest.count(".")
 
 
-def _in_file(files: Folder, name: str) -> Extent:
+def _in_file(files: Folder, name: str) -> Unread:
     """Find the one tensor of a safetensors file; raises Damaged when the file is cut short or no such."""
-    place, size = f"{files.address}/{name}", files.size(name)
-    length = int.from_bytes(files.read(name, length=8), "little")
-    if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-        raise Damaged(f"{place} is truncated or no safetensors file: its header would take {length} of {size} bytes")
+    place = f"{files.address}/{name}"
+
+    def again() -> torch.Tensor:
+        with _safe(files, name) as file:
+            return cast("torch.Tensor", file.get_tensor("data"))
+
+    with _safe(files, name) as file:
+        found = file.get_slice("data")
+        dtype, shape = found.get_dtype(), tuple(found.get_shape())
+    if dtype not in _DTYPES:
+        raise Unsupported(f"{place} holds values of {dtype}, and no dtype of that name is known")
+    return mapped(_DTYPES[dtype], shape, place, again)
+
+
+@contextmanager
+def _safe(files: Folder, name: str) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
     try:
-        header = json.loads(files.read(name, offset=8, length=length))
-        said = header["data"]
-        (start, stop), shape, dtype = said["data_offsets"], tuple(said["shape"]), _DTYPES[said["dtype"]]
-        if not all(type(n) is int and n >= 0 for n in (start, stop, *shape)):
-            raise ValueError(f"shape {shape} at {start} to {stop}"[:200])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{place} has no tensor `data` that can be read ({str(error)[:200]})") from error
-    extent = Extent(files, name, 8 + length + start, dtype, shape)
-    if extent.nbytes != stop - start or 8 + length + stop > size:
-        raise Damaged(f"{place} is truncated: {dtype} of shape {list(shape)} does not fit into its {size} bytes")
-    return extent
+        with safe_open(path_of(files, name), framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, ValueError, OSError) as error:
+        raise Damaged(f"{files.address}/{name} is truncated or has no tensor `data` ({error})") from error

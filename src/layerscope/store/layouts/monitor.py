@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from layerscope.errors import Damaged, LayerscopeError, RunExists, Unsupported
 from layerscope.points import Leaf, Moment, Point
-from layerscope.store.layouts.extents import Extent
-from layerscope.store.layouts.foreign import ForeignRun, Item
+from layerscope.store.layouts.foreign import Item, foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.torchfiles import Opaque, leaves, saved
+from layerscope.store.layouts.unread import Unread
 from layerscope.store.manifest import Completeness, Manifest, Missing
+from layerscope.store.run import Run
 
 if TYPE_CHECKING:
     import torch
 
     from layerscope.store.layouts.writing import Job
-    from layerscope.store.reader import Entry
+    from layerscope.store.run import Entry
 
 __all__ = ["item_name", "recognise", "write"]
 
@@ -31,6 +32,8 @@ _NAME = re.compile(r"(single_)?epoch_\d+_\d{3,}\.pt")
 _KEYS = {"epoch", "batch_idx", "layer", "output"}
 # How many files are looked into before a folder is said not to be the Monitor's.
 _LOOKED_AT = 8
+# Of files elsewhere, larger ones are not fetched to look into: checkpoints end in .pt too.
+_LARGEST = 1 << 30
 
 
 def item_name(epoch: int | None, number: int) -> str:
@@ -38,7 +41,7 @@ def item_name(epoch: int | None, number: int) -> str:
     return f"single_epoch_{epoch or 0}_{number:03d}.pt"
 
 
-def recognise(place: Place) -> ForeignRun | None:
+def recognise(place: Place) -> Run | None:
     """Read a folder of such items; None when none of its likeliest `.pt` files holds one."""
     names = _files(place)
     likely = sorted(names, key=lambda name: _NAME.fullmatch(name.rpartition("/")[2]) is None)
@@ -60,7 +63,7 @@ def recognise(place: Place) -> ForeignRun | None:
                 aliases[alias] = list(dict.fromkeys([*aliases.get(alias, []), str(point)]))
             for path, leaf in leaves(each["output"], where):
                 here = Point(point.name, leaf=path)
-                if isinstance(leaf, Extent):
+                if isinstance(leaf, Unread):
                     items.append(leaf.item(here, moment, note=note))
                 elif leaf is None:
                     missing.append(Missing(str(here), f"None at {moment}"))
@@ -71,7 +74,7 @@ def recognise(place: Place) -> ForeignRun | None:
     items.sort(key=lambda item: item.moment)
     done = Completeness("unknown", points=len({i.point for i in items}), records=len(items), missing=missing)
     manifest = Manifest(aliases=aliases, started="", completeness=done)
-    return ForeignRun(place.address, "monitor", items, manifest=manifest, notes=notes)
+    return foreign_run(place.address, "monitor", items, manifest=manifest, notes=notes)
 
 
 def _files(place: Place) -> list[str]:
@@ -87,7 +90,7 @@ def _files(place: Place) -> list[str]:
 
 def _holds_items(place: Place, name: str) -> bool:
     try:
-        return bool(_said(saved(place.files, name)))
+        return bool(_said(saved(place.files, name, most=_LARGEST)))
     except (LayerscopeError, OSError):
         return False
 

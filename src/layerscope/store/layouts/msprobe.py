@@ -22,12 +22,12 @@ from layerscope.points import Leaf, Moment, Point, Side, unwrapped
 from layerscope.store.address import Folder
 from layerscope.store.dtypes import STORED
 from layerscope.store.layouts.arrays import npy
-from layerscope.store.layouts.extents import Extent
-from layerscope.store.layouts.foreign import ForeignRun, Item
-from layerscope.store.layouts.later import Later
+from layerscope.store.layouts.foreign import Item, foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.torchfiles import saved, tensor_in
+from layerscope.store.layouts.unread import Unread, later
 from layerscope.store.manifest import Completeness, Manifest, Missing
+from layerscope.store.run import Run
 
 __all__ = ["recognise"]
 
@@ -63,7 +63,7 @@ class _Part:
         return f"{self.path}/{name}" if self.path else name
 
 
-def recognise(place: Place) -> ForeignRun | None:
+def recognise(place: Place) -> Run | None:
     """Read a dump of msprobe, one of its steps, or one rank of a step."""
     if place.file not in (None, _DUMP):
         return None
@@ -77,7 +77,7 @@ def recognise(place: Place) -> ForeignRun | None:
     settings = {key: value for key, value in reading.about.items() if isinstance(value, str)}
     completeness = Completeness(state="unknown", points=len(items), records=len(items), missing=reading.missing)
     manifest = Manifest(runtime="msprobe", settings=settings, started="", completeness=completeness)
-    return ForeignRun(place.address, "msprobe", items, manifest=manifest, notes=reading.notes())
+    return foreign_run(place.address, "msprobe", items, manifest=manifest, notes=reading.notes())
 
 
 def _parts(files: Folder) -> list[_Part]:
@@ -165,8 +165,8 @@ class _Reading:
         if isinstance(file, str):
             self._listed.add((part, file))
         if isinstance(file, str) and file in there and dtype in STORED:
-            later = Later(self._files, part.inside(f"{_TENSORS}/{file}"), dtype, shape, _opened, _DUMP)
-            return later.item(point, call.moment, note=note)
+            unread = later(self._files, part.inside(f"{_TENSORS}/{file}"), dtype, shape, _opened, _DUMP)
+            return unread.item(point, call.moment, note=note)
         if isinstance(file, str):
             why = f"no dtype {dtype} is known" if file in there else f"{part.inside(_TENSORS)}/{file} is not there"
             self.missing.append(Missing(str(point), why))
@@ -191,12 +191,12 @@ class _Reading:
                 leaf = leaf[1:]
             point = call.point(match["part"], leaf)
             try:
-                extent = _opened(self._files, part.inside(f"{_TENSORS}/{match[0]}"))
+                unread = _opened(self._files, part.inside(f"{_TENSORS}/{match[0]}"))
             except LayerscopeError as error:
                 self.missing.append(Missing(str(point), str(error)))
                 continue
             read += 1
-            yield extent.item(point, call.moment, note=call.note)
+            yield unread.item(point, call.moment, note=call.note)
         if found:
             self.damage.append(
                 f"{part.inside(_DUMP)} does not list everything, as msprobe was ended before the debugger stopped: "
@@ -311,5 +311,5 @@ def _is_tensor(said: Mapping[str, Any]) -> bool:
     )
 
 
-def _opened(files: Folder, name: str) -> Extent:
+def _opened(files: Folder, name: str) -> Unread:
     return npy(files, name) if name.endswith(".npy") else tensor_in(saved(files, name), f"{files.address}/{name}")

@@ -21,7 +21,7 @@ from layerscope.store.writer import Blob, Writer
 if TYPE_CHECKING:
     from layerscope.stats import Summary
     from layerscope.store.layouts.writing import Job
-    from layerscope.store.reader import Entry
+    from layerscope.store.run import Entry
 
 __all__ = ["write"]
 

@@ -8,16 +8,19 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from layerscope.errors import Damaged, RunExists
 from layerscope.points import Moment, Point
-from layerscope.store.layouts.foreign import ForeignRun, Item
+from layerscope.store.layouts.foreign import Item, foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.quamba import about
 from layerscope.store.layouts.statistics import described, summary_of
 from layerscope.store.layouts.torchfiles import Opaque, leaves, saved, tensor_in
+from layerscope.store.layouts.unread import Unread
 from layerscope.store.manifest import Completeness, Manifest
+from layerscope.store.run import Run
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +33,7 @@ EMBEDDING, LOGITS = "embedding_output.pt", "logits_output.pt"
 STATISTICS, METADATA = "statistics.pt", "metadata.pt"
 _LAYER = re.compile(r"layer_(\d{1,9})_output\.pt")
 _ENTRY = re.compile(r"layer_(\d{1,9})")
+_IDS = 1 << 20  # of integers in metadata, such as token ids, as many are read
 
 
 def layer_name(number: int) -> str:
@@ -37,7 +41,7 @@ def layer_name(number: int) -> str:
     return f"layer_{number}_output.pt"
 
 
-def recognise(place: Place) -> ForeignRun | None:
+def recognise(place: Place) -> Run | None:
     """Read a folder in this layout; None when it has no such files."""
     names = place.names
     numbered = {int(match[1]): name for name in names if (match := _LAYER.fullmatch(name))}
@@ -68,12 +72,11 @@ def recognise(place: Place) -> ForeignRun | None:
         started=str(about.get("timestamp") or ""),
         completeness=Completeness(state="unknown", points=len(items), records=len(items)),
     )
-    return ForeignRun(place.address, "neuron", items, manifest=manifest, notes=notes)
+    return foreign_run(place.address, "neuron", items, manifest=manifest, notes=notes)
 
 
 def _item(place: Place, name: str, point: Point) -> Item:
-    extent = tensor_in(saved(place.files, name), f"{place.files.address}/{name}")
-    return extent.item(point)
+    return tensor_in(saved(place.files, name), f"{place.files.address}/{name}").item(point)
 
 
 def _summaries(statistics: dict[str, Any], there: set[str], notes: list[str]) -> list[Item]:
@@ -133,15 +136,16 @@ def _said(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; a tensor is told by its dtype and shape."""
+    """Return a value as JSON has it; a tensor is told by its dtype and shape, token ids by themselves."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ if shape is None else f"{value.dtype} of shape {list(shape)}"
+    if isinstance(value, Unread) and value.dtype.startswith(("int", "uint")) and prod(value.shape) <= _IDS:
+        return value.load().tolist()
+    return str(value) if isinstance(value, Unread) else type(value).__name__
 
 
 def _aliases(files: dict[str, str], items: list[Item]) -> dict[str, list[str]]:
@@ -195,7 +199,7 @@ def write(job: Job) -> None:
                 write_pt(batch.new(name), tensor)
                 job.wrote(entry, name, entry.dtype)
             if key is not None and summary is not None:
-                statistics[key] = {**described(summary), "dtype": f"torch.{summary.dtype}"}
+                statistics[key] = {**described(summary, sample=True), "dtype": f"torch.{summary.dtype}"}
         write_pt(batch.new(STATISTICS), statistics)
         write_pt(batch.new(METADATA), _metadata(job, len(stack.layers)))
         for name in there:
@@ -214,5 +218,10 @@ def _is_ours(name: str) -> bool:
 
 
 def _metadata(job: Job, layers: int) -> dict[str, Any]:
+    """Return what the scripts of this layout look up: token ids are a tensor, as they gave them to the model."""
+    import torch
+
     said = about(job.source.manifest)
+    if isinstance(said.get("input_ids"), list):
+        said["input_ids"] = torch.tensor(said["input_ids"])
     return {**said, "mode": job.mode, "num_layers": layers, "source": job.source.address}

@@ -18,11 +18,12 @@ from typing import Any, cast
 from layerscope.errors import LayerscopeError
 from layerscope.points import Leaf, Moment, Point, Side, unwrapped
 from layerscope.store.address import Folder, folder
-from layerscope.store.layouts.extents import Extent
-from layerscope.store.layouts.foreign import ForeignRun, Item
+from layerscope.store.layouts.foreign import Item, foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.torchfiles import Opaque, leaves, saved
+from layerscope.store.layouts.unread import Unread
 from layerscope.store.manifest import Completeness, Manifest, Missing
+from layerscope.store.run import Run
 from layerscope.store.strictjson import JSON
 
 __all__ = ["recognise"]
@@ -63,7 +64,7 @@ class _File:
         return cls(file, name, int(step), int(rank), int(number), tags)
 
 
-def recognise(place: Place) -> ForeignRun | None:
+def recognise(place: Place) -> Run | None:
     """Read a dump, one tensor of it, or one of the dumps in a folder: these are its modes, by their names."""
     names = place.files.names() if place.file is None else [place.file]
     if found := _among(names):
@@ -83,12 +84,12 @@ def _among(names: Sequence[str]) -> list[_File]:
     return [parsed for name in names if (parsed := _File.parse(name)) is not None]
 
 
-def _run(place: Place, found: Sequence[_File], *, mode: str | None = None) -> ForeignRun:
+def _run(place: Place, found: Sequence[_File], *, mode: str | None = None) -> Run:
     reading = _Reading(place.files, sorted(found, key=lambda each: (each.rank, each.number)))
     items = list(reading.items())
     completeness = Completeness("unknown", points=len(items), records=len(items), missing=reading.missing)
     manifest = Manifest(mode=mode, runtime="sglang", aliases=reading.aliases, started="", completeness=completeness)
-    return ForeignRun(place.address, "sglang", items, manifest=manifest, notes=reading.notes())
+    return foreign_run(place.address, "sglang", items, manifest=manifest, notes=reading.notes())
 
 
 class _Reading:
@@ -140,7 +141,7 @@ class _Reading:
         note = {**each.tags, **_said(meta, each)}
         for path, leaf in found:
             here = Point(point.name, point.side, (*point.leaf, *path))
-            if isinstance(leaf, Extent):
+            if isinstance(leaf, Unread):
                 key = here, each.step, each.rank
                 moment = Moment(step=each.step, batch=each.step, call=self._calls[key], rank=each.rank)
                 self._calls[key] += 1

@@ -28,10 +28,18 @@ _COUNTS = ("count", "nan", "posinf", "neginf", "zeros")
 _MOMENTS = ("mean", "std", "min", "max", "l1")
 
 
-def described(summary: Summary, *, written: str | None = None) -> dict[str, Any]:
-    """Write a summary for users' scripts; `written` is the dtype of the file where that is not the recorded one."""
+def described(summary: Summary, *, written: str | None = None, sample: bool = False) -> dict[str, Any]:
+    """Write a summary for users' scripts; `written` is the dtype of the file where that is not the recorded one.
+
+    `std` is the population's, as numpy gives it, or with `sample` the sample's, as `tensor.std()` does; `std_ddof` says
+    which.
+    """
     shape = [] if summary.shape is None else list(summary.shape)
     entry: dict[str, Any] = {"shape": shape, **{name: float(getattr(summary, name)) for name in _MOMENTS}}
+    if sample:
+        n = summary.finite
+        entry["std"] = float(summary.std) * math.sqrt(n / (n - 1)) if n > 1 else math.nan
+    entry["std_ddof"] = int(sample)
     entry["first_10"] = [float(value) for value in summary.first]
     entry["dtype"] = written or summary.dtype
     if written is not None and written != summary.dtype:
@@ -50,6 +58,9 @@ def summary_of(entry: object) -> Summary | None:
     try:
         counts = {name: int(entry[name]) for name in _COUNTS}
         moments = {name: float(entry[name]) for name in _MOMENTS}
+        if entry.get("std_ddof") == 1:
+            n = counts["count"] - counts["nan"] - counts["posinf"] - counts["neginf"]
+            moments["std"] = moments["std"] * math.sqrt((n - 1) / n) if n > 1 else (0.0 if n else math.nan)
         first = tuple(float(value) for value in entry["first_10"])
         shape = tuple(int(n) for n in entry["shape"])
     except (TypeError, ValueError, OverflowError):

@@ -1,90 +1,100 @@
-"""What `torch.save` wrote, read without torch and without unpickling anything.
+"""What `torch.save` wrote, read by `torch.load(weights_only=True)`, with the file mapped and no value touched.
 
-    saved(files, "layer_30_output.pt")      # an Extent: dtype and shape known, no value read
+    saved(files, "layer_30_output.pt")      # an Unread: dtype and shape known
     saved(files, "statistics.pt")           # plain Python values
 
-A pickle is a program; here nobody runs it. Its instructions are listed by `pickletools` and followed by a machine that
-knows numbers, texts, containers and torch's tensors (what `weights_only=True` knows). Anything else becomes an Opaque
-with its name, for the caller to refuse. Both of torch's formats are read: the zip archive, and the older stream.
+A pickle is a program; torch's own unpickler runs the few functions that tensors need, and nothing else. Classes that it
+does not know are given to it as stubs that do nothing, and become an Opaque with the name, for the caller to refuse.
+The zip archive is mapped; the older stream, which cannot be, is read whole.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 import pickletools
+import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import threading
+import warnings
+import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from encodings.aliases import aliases
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerscope.errors import Damaged, Unsupported
 from layerscope.store.address import Folder
-from layerscope.store.dtypes import STORED, stored
-from layerscope.store.layouts.archives import Member, is_zip, members
-from layerscope.store.layouts.extents import Extent
+from layerscope.store.dtypes import STORED
+from layerscope.store.layouts.archives import archive, is_zip
+from layerscope.store.layouts.copies import path_of
+from layerscope.store.layouts.unread import Unread, mapped
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Opaque", "leaves", "saved", "tensor_in"]
 
 # Pickles beside tensors are small; this one would be a list of a million numbers.
 _LARGEST = 64 << 20
-_USUAL = 1 << 20
 _MOST_LEAVES = 100_000
 _DEEPEST = 64
 _LEGACY = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
-
-_STORAGES = {
-    "FloatStorage": "float32",
-    "DoubleStorage": "float64",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
-_DTYPES = {f"torch.{name}" for name in STORED}
-# What following a pickle of damaged bytes may come to; `pickletools` warns of escapes that no pickle has.
-_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, EOFError, OverflowError, Warning)
+# Torch's unpickler calls these for anybody, and a few bytes could have them fill the memory.
+_GROWING = {"builtins.bytearray"}
+_BLOCKED = ("os", "posix", "nt", "sys")  # these it refuses whatever stands in for them
+_CODECS = {"hex_codec", "base64_codec", "quopri_codec", "uu_codec", "rot_13"}
+_LOCK = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class Opaque:
-    """Something that only unpickling could make, by the name of its class or function."""
+class _Fillable(type):
+    """A class that is equal to dict: torch's unpickler puts keys and values into nothing else."""
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or other is dict
+
+    __hash__ = type.__hash__
+
+
+@dataclass(frozen=True)
+class Opaque(metaclass=_Fillable):
+    """Something that only unpickling could make, by the name of its class or function.
+
+    While torch reads, it stands in for that, and does nothing that is asked of it.
+    """
 
     name: str
 
+    def __new__(cls, *args: object) -> Opaque:
+        """Make one; torch makes instances of what one stands for by the same way."""
+        return cls if isinstance(cls, Opaque) else super().__new__(cls)
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    """The bytes behind tensors: `dtype` is None when the tensor says it."""
+    def __call__(self, *args: object) -> Opaque:
+        """Be what a class or a function would return."""
+        return self
 
-    dtype: str | None
-    key: str
-    count: int
-    shift: int = 0  # elements, where it is a view of another
+    def __setstate__(self, state: object) -> None: ...
+
+    def __setitem__(self, key: object, value: object) -> None: ...
 
 
-def saved(files: Folder, name: str) -> Any:
-    """Read a file that `torch.save` wrote: plain values, with an Extent for each tensor and an Opaque for the rest.
+def saved(files: Folder, name: str, *, most: int | None = None) -> Any:
+    """Read a file that `torch.save` wrote: plain values, with an Unread for each tensor and an Opaque for the rest.
 
-    Raises Damaged when it is cut short or no such file, Unsupported for what is not saved values (TorchScript).
+    Raises Damaged when it is cut short or no such file, Unsupported for what is not saved values (TorchScript). Of
+    files elsewhere, those over `most` bytes are not fetched.
     """
-    place = f"{files.address}/{name}"
-    try:
-        return _from_zip(files, name, place) if is_zip(files, name) else _from_stream(files, name, place)
-    except (Damaged, Unsupported):
-        raise
-    except _UNREADABLE as error:
-        raise Damaged(f"{place} is truncated or was not written by torch.save ({str(error)[:200]})") from error
+    stamp = _stamp(path_of(files, name, most=most))
+    _opened.cache_clear()  # a file may be written again within one tick of the clock that dates it
+    return _opened(files, name, stamp).value
 
 
-def tensor_in(value: Any, place: str) -> Extent:
+def tensor_in(value: Any, place: str) -> Unread:
     """Return the tensor that a file holds; raises Unsupported with what it is instead."""
-    if isinstance(value, Extent):
+    if isinstance(value, Unread):
         return value
     if isinstance(value, Opaque):
         raise Unsupported(
@@ -100,7 +110,7 @@ def leaves(value: Any, place: str) -> Iterator[tuple[tuple[int | str, ...], Any]
     def walk(value: Any, path: tuple[int | str, ...]) -> Iterator[tuple[tuple[int | str, ...], Any]]:
         nonlocal left
         left -= 1
-        if left < 0 or len(path) > _DEEPEST:
+        if left < 0:
             raise Damaged(f"{place} is nested without end")
         if isinstance(value, dict):
             for key, item in value.items():
@@ -114,269 +124,232 @@ def leaves(value: Any, place: str) -> Iterator[tuple[tuple[int | str, ...], Any]
     return walk(value, ())
 
 
-# The two formats ------------------------------------------------------------------------------------
+# Loading --------------------------------------------------------------------------------------------
 
 
-def _from_zip(files: Folder, name: str, place: str) -> Any:
-    by_name: dict[str, Member] = {}
-    for member in members(files, name):
-        by_name[member.name.partition("/")[2]] = member
-    if "constants.pkl" in by_name or any(key.startswith("code/") for key in by_name):
-        raise Unsupported(f"{place} is a TorchScript archive, a model and not a saved tensor")
-    if "data.pkl" not in by_name:
-        raise Damaged(f"{place} is a zip archive that torch.save did not write: there is no data.pkl in it")
-    order = by_name.get("byteorder")
-    swapped = order is not None and order.start(8) != sys.byteorder.encode()
-    pickled = by_name["data.pkl"]
-    if pickled.size > _LARGEST:
-        raise Unsupported(f"{place} has a pickle of {pickled.size} bytes; values are expected to be saved as tensors")
-
-    def extent(storage: _Storage, facts: _Facts) -> Extent:
-        member = by_name.get(f"data/{storage.key}")
-        if member is None or member.offset is None:
-            raise Damaged(f"{place} lacks the bytes of one of its tensors (data/{storage.key})")
-        return _placed(files, name, member.offset, member.size, storage, facts, swapped)
-
-    return _Machine(io.BytesIO(pickled.start(pickled.size)), extent).run()
+class _Opened(NamedTuple):
+    value: Any
+    tensors: list[torch.Tensor]
 
 
-def _from_stream(files: Folder, name: str, place: str) -> Any:
-    """Read the pickles at the beginning of the file: a little of it first, for the tensors behind them are large."""
-    try:
-        return _followed(files, name, place, bytes(files.read(name, length=_USUAL)))
-    except _UNREADABLE:
-        if files.size(name) <= _USUAL:
-            raise
-        return _followed(files, name, place, bytes(files.read(name, length=_LARGEST)))
+def _stamp(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _followed(files: Folder, name: str, place: str, head: bytes) -> Any:
-    """Follow torch's format from before 1.6: five pickles, then the storages one after the other."""
+@lru_cache(maxsize=2)  # two runs that are compared, each of which may have many tensors in one file
+def _opened(files: Folder, name: str, stamp: tuple[int, ...]) -> _Opened:
+    place, path = f"{files.address}/{name}", path_of(files, name)
+    mmap = is_zip(files, name)
+    held = _Held(place, path.stat().st_size)
+    names = _zip(files, name, held) if mmap else _stream(path, held)
+    value, held = _load(path, names, held, mmap=mmap)
+    return _Conversion(files, name, held).run(value)
+
+
+@dataclass(slots=True)
+class _Held:
+    """The storages of a file, held against what was saved before a tensor is made of them.
+
+    `lengths` are those of the members of a zip archive, `most` how many a stream lists.
+    """
+
+    place: str
+    size: int
+    lengths: set[int] | None = None
+    most: int = 0
+    total: int = 0
+    storages: set[tuple[int, int]] = field(default_factory=set)
+
+    def __call__(self, storage: Any, location: str) -> Any:
+        """Take a storage as torch makes it (or maps it), wherever it was before it was saved."""
+        length = storage.nbytes()
+        self.storages.add((storage.data_ptr(), length))
+        self.total += length
+        self.most -= 1
+        if self.lengths is None and (self.total > self.size or self.most < 0):
+            raise ValueError(f"its tensors state {self.total} bytes or more, and the file has {self.size}")
+        if self.lengths is not None and length not in self.lengths:
+            raise ValueError(f"one of its tensors states {length} bytes, and nothing of that length was saved")
+        return storage
+
+    def has(self, begin: int, length: int) -> bool:
+        """Whether bytes in memory are those of a storage of the file, or of a part of one."""
+        return (begin, length) in self.storages or any(
+            at <= begin and begin + length <= at + known for at, known in self.storages
+        )
+
+
+def _zip(files: Folder, name: str, held: _Held) -> dict[str, str]:
+    """Check the archive against itself; return the names in its pickle."""
+    place = held.place
+    with archive(files, name) as (zipped, members):
+        by_name = {member.filename.partition("/")[2]: member for member in members}
+        if "constants.pkl" in by_name or any(key.startswith("code/") for key in by_name):
+            raise Unsupported(f"{place} is a TorchScript archive, a model and not a saved tensor")
+        if "data.pkl" not in by_name or len({member.filename.partition("/")[0] for member in members}) > 1:
+            raise Damaged(f"{place} is a zip archive that torch.save did not write: there is no data.pkl in it")
+        if packed := [m.filename for m in members if m.compress_type != zipfile.ZIP_STORED]:
+            raise Unsupported(f"{place}: {packed[0]!r} is compressed, and torch takes what lies there as it is")
+        large = max(member.file_size for key, member in by_name.items() if not key.startswith("data/"))
+        if large > _LARGEST:
+            raise Unsupported(f"{place} has a pickle of {large} bytes; values are expected to be saved as tensors")
+        held.lengths = {0, *(member.file_size for key, member in by_name.items() if key.startswith("data/"))}
+        return _names(io.BytesIO(zipped.read(by_name["data.pkl"])), place)
+
+
+def _stream(path: Path, held: _Held) -> dict[str, str]:
+    """Check torch's format from before 1.6: five pickles, then the storages one after the other."""
+    place = held.place
+    with path.open("rb") as file:
+        head = file.read(_LARGEST)
     if _LEGACY not in head[:32]:
         if head[:1] == b"\x80":
             raise Unsupported(f"{place} is a plain pickle, and nothing is ever unpickled; save tensors with torch.save")
         found = f"it begins with {head[:8]!r}" if head else "it is empty"
         raise Damaged(f"{place} was not written by torch.save: {found}")
     stream = io.BytesIO(head)
-    storages: dict[str, _Storage] = {}
-
-    def note(storage: _Storage, facts: _Facts) -> None:
-        storages[storage.key] = storage
-
-    _Machine(stream, note).run()  # the magic number
-    _Machine(stream, note).run()  # the version
-    swapped = _Machine(stream, note).run()["little_endian"] != (sys.byteorder == "little")
-    values = stream.tell()
-    _Machine(stream, note).run()
-    keys = _Machine(stream, note).run()
-    at, size = stream.tell(), files.size(name)
-    begins: dict[str, tuple[int, int]] = {}
-    for key in keys:
-        count = int.from_bytes(files.read(name, offset=at, length=8), sys.byteorder, signed=True)
-        storage = storages.get(_text(key))
-        length = count * stored((storage and storage.dtype) or "uint8").itemsize
-        if not 0 <= length <= size - at - 8:
-            raise Damaged(f"{place} is truncated: a storage states {length} bytes, and {max(0, size - at - 8)} follow")
-        begins[key] = at + 8, length
-        at += 8 + length
-    stream.seek(values)  # once more, now that it is known where the bytes lie
-    return _Machine(stream, lambda s, facts: _placed(files, name, *begins[s.key], s, facts, swapped)).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-
-
-def _placed(
-    files: Folder, name: str, begins: int, length: int, storage: _Storage, facts: _Facts, swapped: bool
-) -> Extent:
-    """Put a tensor into its storage, once it is sure to lie inside."""
-    itemsize = stored(facts.dtype).itemsize
-    begin = begins + (facts.offset + storage.shift) * itemsize
-    extent = Extent(files, name, begin, facts.dtype, facts.shape, facts.stride, swapped)
-    if begin + extent.span > begins + length:
-        raise Damaged(
-            f"{files.address}/{name} is truncated: {facts.dtype} of shape {list(facts.shape)} does not fit into the "
-            f"{length} bytes that were saved for it"
-        )
-    if extent.nbytes > max(_LARGEST, 4 * length):
+    _, _, about = ([*_operations(stream, place)] for _ in range(3))
+    if (("NEWTRUE", None) in about) != (sys.byteorder == "little"):
+        raise Unsupported(f"{place} was saved on a machine of the other byte order, which torch takes as it is")
+    names = _names(stream, place)
+    if "torch.storage.UntypedStorage" in names:
         raise Unsupported(
-            f"{files.address}/{name} holds an expanded view: {extent.nbytes} bytes told of {length} that were saved; "
-            "save the tensor before it is expanded"
+            f"{place} is of the format from before torch 1.6, and torch reads this dtype from zip archives alone; "
+            "save it without _use_new_zipfile_serialization=False"
         )
-    return extent
+    held.most = sum("UNICODE" in name or "STRING" in name for name, _ in _operations(stream, place))
+    return names
 
 
-# The machine ----------------------------------------------------------------------------------------
+def _operations(stream: io.BytesIO, place: str) -> Iterator[tuple[str, Any]]:
+    """List what a pickle consists of, without following it."""
+    try:
+        for operation, value, _ in pickletools.genops(stream):
+            yield operation.name, value
+    except Exception as error:
+        raise _damaged(place, error) from error
 
-_MARK = object()
-_Place = Callable[[_Storage, _Facts], Any]
+
+def _names(stream: io.BytesIO, place: str) -> dict[str, str]:
+    """List the classes and functions that a pickle speaks of: as it calls them, and as they are called today."""
+    names: dict[str, str] = {}
+    texts: set[str] = set()
+    for operation, value in _operations(stream, place):
+        if operation == "PROTO" and value > 3:
+            raise Unsupported(
+                f"{place} was saved with pickle protocol {value}, which torch.load(weights_only=True) does not read; "
+                "save it with torch's own, 2"
+            )
+        if operation == "GLOBAL":
+            module, word = str(value).split(" ", 1)
+            today = ".".join(NAME_MAPPING.get((module, word), (IMPORT_MAPPING.get(module, module), word)))
+            names |= {f"{module}.{word}": today, today: today}
+        elif isinstance(value, str) and len(value) < 32:
+            texts.add(re.sub(r"[^a-z0-9]+", "_", value.lower()))
+    refused = sorted(name for name in names.values() if name in _GROWING or name.partition(".")[0] in _BLOCKED)
+    if "_codecs.encode" in names:
+        refused += sorted(f"the codec {text}" for text in texts if aliases.get(text, text) in _CODECS)
+    if refused:
+        raise Unsupported(f"{place} needs unpickling of {refused[0]}, which is never done")
+    return names
 
 
-class _Machine:
-    """Follows one pickle's instructions, and calls nothing that it names."""
+def _load(path: Path, names: dict[str, str], held: _Held, *, mmap: bool) -> tuple[Any, _Held]:
+    """Have torch read the file, with stubs for what it does not know."""
+    import torch
 
-    def __init__(self, stream: io.BytesIO, place: _Place) -> None:
-        self._stream, self._place = stream, place
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+    def loaded() -> tuple[Any, _Held]:
+        anew = replace(held, storages=set())
+        return torch.load(path, map_location=anew, weights_only=True, mmap=mmap), anew
 
-    def run(self) -> Any:
-        for code, value, _ in pickletools.genops(self._stream):
-            if code.name == "STOP":
-                return self._stack.pop()
-            self._step(code.name, value)
-        raise EOFError("it has no end")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of storages that are deprecated
+            try:
+                return loaded()
+            except pickle.UnpicklingError:
+                # Torch's own functions come before these. The list is the process's, so for odd files alone.
+                stubs: list[Any] = [(Opaque(today), name) for name, today in names.items()]
+                stubs.append(Opaque)  # what is given a state must be of a class that torch knows
+                with _LOCK, torch.serialization.safe_globals(stubs):
+                    return loaded()
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # whatever torch says of damaged bytes
+        raise _damaged(held.place, error) from error
 
-    def _step(self, name: str, value: Any) -> None:
-        stack = self._stack
-        if name in ("PROTO", "FRAME"):
-            return
-        if name in _PUSHED:
-            stack.append(value)
-        elif name in _FRESH:
-            stack.append(_FRESH[name]())
-        elif name in _TUPLES:
-            count = _TUPLES[name]
-            stack[len(stack) - count :] = [tuple(stack[len(stack) - count :])]
-        elif name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
-            self._memo[len(self._memo) if name == "MEMOIZE" else int(value)] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET", "GET"):
-            stack.append(self._memo[int(value)])
-        elif name == "MARK":
-            stack.append(_MARK)
-        elif name == "POP":
-            stack.pop()
-        elif name == "TUPLE":
-            items = self._marked()
-            stack.append(tuple(items))
-        elif name in ("APPENDS", "SETITEMS", "ADDITEMS"):
-            self._fill(self._marked())
-        elif name == "APPEND":
-            self._fill([stack.pop()])
-        elif name == "SETITEM":
-            item, key = stack.pop(), stack.pop()
-            self._fill([key, item])
-        elif name == "GLOBAL":
-            stack.append(_named(*str(value).split(" ", 1)))
-        elif name == "STACK_GLOBAL":
-            word, module = stack.pop(), stack.pop()
-            stack.append(_named(_text(module), _text(word)))
-        elif name in ("REDUCE", "NEWOBJ"):
-            arguments, function = stack.pop(), stack.pop()
-            stack.append(self._made(function, arguments))
-        elif name == "BUILD":
-            stack.pop()  # the state of what is opaque anyway, or the attributes of an OrderedDict
-        elif name == "BINPERSID":
-            stack.append(_storage(stack.pop()))
-        else:
-            raise ValueError(f"a pickle instruction {name} that no tensor needs")
 
-    def _marked(self) -> list[Any]:
-        at = len(self._stack) - 1
-        while self._stack[at] is not _MARK:
-            at -= 1
-            if at < 0:
-                raise ValueError("a pickle that closes what it did not open")
-        items = self._stack[at + 1 :]
-        del self._stack[at:]
-        return items
+def _damaged(place: str, error: Exception) -> Damaged:
+    said = str(error).rpartition("WeightsUnpickler error:")[2].split("\n\nCheck the documentation")[0]
+    why = " ".join(said.split())[:200] or type(error).__name__
+    return Damaged(f"{place} is truncated, or holds what torch.load(weights_only=True) does not read ({why})")
 
-    def _fill(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if isinstance(target, list):
-            target.extend(items)
-        elif isinstance(target, dict):
-            target.update(zip(map(_key, items[::2]), items[1::2], strict=True))
-        elif isinstance(target, set):
-            target.update(map(_key, items))
-        elif not isinstance(target, Opaque):
-            raise TypeError(f"{type(target).__name__} takes no items")
 
-    def _made(self, function: Any, arguments: Any) -> Any:
-        name = function.name if isinstance(function, Opaque) else ""
-        if name in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"):
-            return self._tensor(*arguments[:4], metadata=arguments[6:7])
-        if name == "torch._utils._rebuild_tensor_v3":
-            return self._tensor(*arguments[:4], dtype=arguments[6], metadata=arguments[7:8])
-        if name == "torch._utils._rebuild_parameter":
-            return arguments[0]
-        if name == "collections.OrderedDict":
-            return {_key(key): item for pairs in arguments for key, item in pairs}
-        if name in ("builtins.set", "__builtin__.set"):
-            return {_key(item) for items in arguments for item in items}
-        if name == "_codecs.encode":
-            return arguments[0].encode("latin-1")  # how the older protocols write bytes
-        if name == "torch.Size":
-            return tuple(arguments[0])
-        if name == "torch.device":
-            return ":".join(str(_key(part)) for part in arguments)
-        return function
+# What was read --------------------------------------------------------------------------------------
 
-    def _tensor(
-        self, storage: Any, offset: int, shape: Any, stride: Any, *, dtype: str | None = None, metadata: Any = ()
-    ) -> Any:
-        if isinstance(storage, Opaque):
-            return storage  # quantised: its numbers mean nothing without the scale
-        if any(metadata):
+
+class _Conversion:
+    """Turns what torch made into plain values; each container once, however often it is referred to."""
+
+    def __init__(self, files: Folder, name: str, held: _Held) -> None:
+        self._files, self._name, self._held = files, name, held
+        self._done: dict[int, Any] = {}
+        self._tensors: list[torch.Tensor] = []
+
+    def run(self, value: Any) -> _Opened:
+        return _Opened(self._converted(value, 0), self._tensors)
+
+    def _converted(self, value: Any, depth: int) -> Any:
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, Opaque)):
+            return value
+        import torch
+
+        if isinstance(value, (torch.dtype, torch.device, torch.layout)):
+            return str(value)
+        if id(value) not in self._done:
+            if depth > _DEEPEST:
+                raise Damaged(f"{self._held.place} is nested without end")
+            self._done[id(value)] = self._made(value, depth + 1)
+        return self._done[id(value)]
+
+    def _made(self, value: Any, depth: int) -> Any:
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, dict):
+            return {self._converted(k, depth): self._converted(item, depth) for k, item in value.items()}
+        if isinstance(value, (list, tuple, set)):
+            kind = next(kind for kind in (list, tuple, set) if isinstance(value, kind))
+            return kind(self._converted(item, depth) for item in value)
+        return Opaque(f"{type(value).__module__}.{type(value).__qualname__}")
+
+    def _tensor(self, value: torch.Tensor) -> Unread | Opaque:
+        import torch
+
+        files, name, place, number = self._files, self._name, self._held.place, len(self._tensors)
+        dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        if value.is_nested or value.layout != torch.strided or value.device.type != "cpu":
+            return Opaque(f"a tensor that is {'nested' if value.is_nested else value.layout} on {value.device}")
+        if dtype not in STORED or dtype == "complex32":  # quantised ones too
+            return Opaque(f"a tensor of {dtype}")
+        if value.is_conj() or value.is_neg():
             return Opaque("a conjugated or negated view")
-        kind = (dtype or "").removeprefix("torch.") or storage.dtype
-        if kind not in STORED or kind == "complex32":
-            return Opaque(f"a tensor of {kind}")
-        numbers = (offset, *shape, *stride)
-        if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
-            raise ValueError("a tensor whose shape or strides are none")
-        return self._place(storage, _Facts(offset, tuple(shape), tuple(stride), kind))
+        length = value.untyped_storage().nbytes()
+        if length and not self._held.has(value.untyped_storage().data_ptr(), length):
+            raise Damaged(f"{place} has a tensor of {length} bytes that were not saved in it")
+        if value.nbytes > max(_LARGEST, 4 * length):
+            raise Unsupported(
+                f"{place} holds an expanded view: {value.nbytes} bytes told of {length} that were saved; "
+                "save the tensor before it is expanded"
+            )
 
+        def again() -> torch.Tensor:
+            tensors = _opened(files, name, _stamp(path_of(files, name))).tensors
+            if len(tensors) <= number:
+                raise Damaged(f"{place} is not what it was when it was opened")
+            return tensors[number]
 
-def _named(module: str, word: str) -> Any:
-    """Return what a global stands for: a dtype's text, or a name that nobody looks up."""
-    name = f"{module}.{word}"
-    return name if name in _DTYPES else Opaque(name)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"a name that is {type(value).__name__}")
-    return value
-
-
-def _key(value: Any) -> Any:
-    """Refuse what is long to hash or to print: tuples within tuples may double at each level."""
-    parts = value if isinstance(value, tuple) else (value,)
-    if not all(part is None or isinstance(part, (str, int, float, bytes, Opaque)) for part in parts):
-        raise TypeError("a key that is neither text nor number")
-    return value
-
-
-def _storage(identity: Any) -> Any:
-    kind, storage_type, key, _, count, *view = identity
-    word = storage_type.name.rpartition(".")[2] if isinstance(storage_type, Opaque) else ""
-    if kind != "storage" or type(count) is not int or count < 0:
-        raise ValueError(f"a persistent id {kind!r}")
-    if word not in _STORAGES and word != "UntypedStorage":
-        return Opaque(f"a {word}")
-    # The older stream may make one storage a view of another: its own key, where it begins, how long it is.
-    shift = int(view[0][1]) if view and view[0] else 0
-    return _Storage(_STORAGES.get(word), _text(key), count, shift)
-
-
-_PUSHED = {
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
-}
-_FRESH: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_SET": set,
-}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+        self._tensors.append(value.detach())
+        return mapped(dtype, shape, place, again)

@@ -19,9 +19,9 @@ from typing import Literal, get_args
 from layerscope.errors import Ambiguous, BadText, NoSuchPoint, Unsupported
 from layerscope.points import Moment, Point
 from layerscope.store.address import Address, LocalFolder, folder
-from layerscope.store.index import WHEN
 from layerscope.store.joining import are_samples, joined
-from layerscope.store.reader import Entry, Reader
+from layerscope.store.records import WHEN
+from layerscope.store.run import Entry, Run
 
 __all__ = ["WRITTEN", "Converted", "Job", "Layout", "Left", "Written", "convert"]
 
@@ -72,7 +72,7 @@ class Converted:
 class Job:
     """One conversion on its way: what is asked of a layout's `write(job)`, and what it says of its doing."""
 
-    source: Reader
+    source: Run
     target: Address
     layout: Layout
     mode: str | None
@@ -152,7 +152,7 @@ class Job:
 
 
 def convert(
-    source: Address | Reader,
+    source: Address | Run,
     target: Address,
     *,
     layout: Layout,
@@ -171,12 +171,12 @@ def convert(
     `mode` names it in what is written, and is the source's own where it is left out. `points` are patterns. What is
     already there for the same mode raises RunExists unless `overwrite`; other modes stay.
     """
-    from layerscope.store.run import open_run
+    from layerscope.store.opening import open_run
     from layerscope.store.selecting import selected
 
     if layout not in WRITTEN:
         raise Unsupported(f"there is no layout {layout!r} to write; there are {', '.join(WRITTEN)}")
-    reader = source if isinstance(source, Reader) else open_run(source)
+    reader = source if isinstance(source, Run) else open_run(source)
     when = {w: v for w, v in zip(WHEN, (epoch, step, batch, call, rank), strict=True) if v is not None}
     named = reader.manifest.mode if mode is None else mode
     job = Job(reader, target, layout, named, selected(reader, points), when, overwrite, tell or _silent)

@@ -12,13 +12,13 @@ from layerscope.points import Moment, Point
 from layerscope.store import Manifest
 from layerscope.store.layouts import files
 from layerscope.store.layouts.files import Batch, numpy_dtype, write_json, write_npy, write_pt
-from layerscope.store.layouts.foreign import ForeignRun, Item
+from layerscope.store.layouts.foreign import Item, foreign_run
 
 
 def entry_of(tensor):
     name = str(tensor.dtype).removeprefix("torch.")
     item = Item(Point("p"), Moment(), name, tuple(tensor.shape), tensor.nbytes, lambda: tensor)
-    (entry,) = ForeignRun("a", "x", [item], manifest=Manifest()).records()
+    (entry,) = foreign_run("a", "x", [item], manifest=Manifest()).records()
     return entry
 
 

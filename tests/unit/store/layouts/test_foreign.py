@@ -7,7 +7,7 @@ from layerscope.errors import Ambiguous
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
 from layerscope.store import Manifest
-from layerscope.store.layouts.foreign import ForeignRun, Item
+from layerscope.store.layouts.foreign import Item, foreign_run
 
 
 def of(tensor, moment=None, **kwargs):
@@ -16,7 +16,7 @@ def of(tensor, moment=None, **kwargs):
 
 
 def run(*items):
-    return ForeignRun("somewhere", "quamba", items, manifest=Manifest())
+    return foreign_run("somewhere", "quamba", items, manifest=Manifest())
 
 
 def test_nothing_is_loaded_before_it_is_asked_for():

@@ -83,3 +83,13 @@ def test_other_things_in_the_files_are_refused_by_name(dump):
 def test_pieces_of_a_saved_tensor_are_read_from_the_file(dump, tensors):
     (entry,) = open_run(dump).records("layers.4")
     assert torch.equal(torch.cat(list(entry.pieces(5))), tensors["layer_5_output"].reshape(-1))
+
+
+def test_token_ids_in_the_metadata_are_settings_and_floats_are_not_read(dump):
+    said = {"prompt": "hello", "input_ids": torch.tensor([[3, 1, 2]]), "logits": torch.zeros(1, 3)}
+    torch.save(said, dump / "metadata.pt")
+    assert open_run(dump).manifest.settings == {
+        "prompt": "hello",
+        "input_ids": [[3, 1, 2]],
+        "logits": "float32 of shape [1, 3]",
+    }

@@ -1,6 +1,8 @@
 """Which dump and which mode of it an address means."""
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -115,3 +117,16 @@ def test_a_place_says_what_was_named(tmp_path):
     (tmp_path / "a.npz").write_bytes(b"")
     assert (whole.address, whole.names) == (str(tmp_path), ["a.npz"])
     assert (one.address, one.names) == (f"{tmp_path}/a.npz", [])
+
+
+def test_torch_is_imported_to_open_a_pt_and_for_nothing_else(tmp_path, write):
+    write(tmp_path / "ours", [], manifest=Manifest()).close()
+    dump(tmp_path / "arrays", "2-1")
+    (tmp_path / "neuron").mkdir()
+    torch.save(torch.ones(2), tmp_path / "neuron" / "layer_1_output.pt")
+    code = (
+        "import sys; from layerscope import open_run;"
+        "[print(open_run(f'{sys.argv[1]}/{n}').layout, 'torch' in sys.modules) for n in ('ours', 'arrays', 'neuron')]"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["layerscope False", "quamba False", "neuron True"]

@@ -4,12 +4,15 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
-from layerscope.errors import Damaged, NoSuchPoint
-from layerscope.points import Point
+from layerscope.errors import Damaged, NoSuchPoint, Unsupported
+from layerscope.points import Moment, Point
 from layerscope.stats import summarize
-from layerscope.store import open_run
+from layerscope.store import Manifest, open_run
 from layerscope.store.layouts.statistics import described
+from layerscope.store.layouts.writing import convert
+from layerscope.store.memory import MemoryRun
 
 
 @pytest.fixture
@@ -46,13 +49,6 @@ def test_statistics_are_those_of_the_arrays_and_not_of_the_file(dump, arrays):
     assert summary.mean == pytest.approx(arrays[0].astype(np.float64).mean(), rel=1e-12)
 
 
-def test_pieces_are_the_array_in_order(dump, arrays):
-    (entry,) = open_run(dump).records("layers.23")
-    pieces = [piece.numpy() for piece in entry.pieces(7)]
-    assert [len(piece) for piece in pieces] == [7, 7, 7, 7, 7, 5]
-    np.testing.assert_array_equal(np.concatenate(pieces), arrays[23].reshape(-1))
-
-
 def test_a_missing_statistics_file_is_a_note(dump):
     assert open_run(dump).notes == []
     (dump / "mode_2-1_stats.json").unlink()
@@ -78,3 +74,72 @@ def test_a_torn_statistics_file_is_damaged_by_name(dump):
     (dump / "mode_2-1_stats.json").write_text("[1]")
     with pytest.raises(Damaged, match="a JSON list, and an object is expected"):
         open_run(dump)
+
+
+# Components -----------------------------------------------------------------------------------------
+
+
+def test_component_dumps_are_points_of_their_layer(dump, arrays):
+    u = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
+    np.save(dump / "mode_2-1_layer_0_ssm_input.npy", u)
+    np.save(dump / "mode_2-1_layer_0_conv_output.npy", -u)
+    np.save(dump / "mode_2-1_layer_0_gate_input.npy", u)  # no component that is known: another file
+    run = open_run(dump)
+    assert [str(p) for p in run.points] == [
+        "layers.0.conv:output",
+        "layers.0.ssm:input",
+        "layers.0:output",
+        "layers.23:output",
+    ]
+    for name in ("layers.0.ssm:input", "layer_0_ssm_input", "mode_2-1_layer_0_ssm_input"):
+        np.testing.assert_array_equal(run.tensor(name).numpy(), u)
+    np.testing.assert_array_equal(run.tensor("layers.0.conv").numpy(), -u)
+    np.testing.assert_array_equal(run.tensor("layers.0").numpy(), arrays[0])
+
+
+def test_a_folder_of_components_alone_is_a_run_of_each_mode(tmp_path):
+    for mode in ("0", "2-1"):
+        np.save(tmp_path / f"mode_{mode}_layer_7_ssm_output.npy", np.ones(3, np.float32))
+    assert [str(p) for p in open_run(tmp_path, mode="2-1").points] == ["layers.7.ssm:output"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_codes_are_written_as_the_floats_they_stand_for(tmp_path, steps):
+    rng = np.random.default_rng(1)
+    codes = rng.integers(-127, 128, (steps, 1, 3, 4), dtype=np.int8)
+    scale = np.float32(0.037)
+    run = MemoryRun(Manifest(mode="0", model={"name": "m"}, settings={"calib_data_num": steps}))
+    for step in range(steps):
+        when = Moment(step=step, batch=step)
+        run.add(Point("backbone.layers.0"), when, tensor=torch.full((1, 3, 4), float(step)))
+        run.add(
+            Point("backbone.layers.0.mixer.scan", "input", (0, "codes")), when, tensor=torch.from_numpy(codes[step])
+        )
+        run.add(Point("backbone.layers.0.mixer.scan", "input", (0, "scale")), when, tensor=torch.tensor(scale))
+        run.add(Point("backbone.layers.0.mixer.scan", "input", (1,)), when, tensor=torch.ones(1, 3, 4))
+    done = convert(run, tmp_path / "lo", layout="quamba")
+    expected = codes.reshape(steps, 3, 4).astype(np.float32) * scale
+    np.testing.assert_array_equal(np.load(tmp_path / "lo" / "mode_0_layer_0_ssm_input.npy"), expected)
+    said = json.loads((tmp_path / "lo" / "mode_0_stats.json").read_text())["layer_0_ssm_input"]
+    assert (said["dtype"], said["recorded_dtype"], said["shape"]) == ("float32", "int8", [steps, 3, 4])
+    assert said["scale"] == pytest.approx(0.037)
+    assert said["mean"] == pytest.approx(expected.astype(np.float64).mean(), rel=1e-6)
+    assert [(str(left.point), left.records) for left in done.left_out] == [
+        ("backbone.layers.0.mixer.scan:input[1]", steps)
+    ]
+    back = open_run(tmp_path / "lo")
+    assert {str(p) for p in back.points} == {"layers.0.ssm:input", "layers.0:output"}
+    again = convert(back, tmp_path / "again", layout="quamba")
+    assert {each.file for each in again.written} == {"mode_0_layer_0.npy", "mode_0_layer_0_ssm_input.npy"}
+
+
+def test_codes_of_several_scales_stand_for_no_one_float(tmp_path):
+    run = MemoryRun(Manifest(mode="0", settings={"calib_data_num": 2}))
+    for step in range(2):
+        when = Moment(step=step, batch=step)
+        run.add(Point("layers.0"), when, tensor=torch.ones(1, 2))
+        run.add(Point("layers.0.scan", "input", ("codes",)), when, tensor=torch.ones(1, 2, dtype=torch.int8))
+        run.add(Point("layers.0.scan", "input", ("scale",)), when, tensor=torch.tensor(0.5 + step))
+    with pytest.raises(Unsupported, match="codes of 2 scales"):
+        convert(run, tmp_path / "lo", layout="quamba")
+    assert list((tmp_path / "lo").iterdir()) == []

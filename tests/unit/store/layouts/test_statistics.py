@@ -20,7 +20,21 @@ def test_a_summary_is_written_and_read_back():
     assert summary_of(strictjson.loads(strictjson.dumps(entry))) == summary
     finite = values[np.isfinite(values)].astype(np.float64)
     assert (entry["mean"], entry["std"]) == (pytest.approx(finite.mean()), pytest.approx(finite.std()))
+    assert entry["std_ddof"] == 0
     assert (entry["has_nan"], entry["has_inf"], entry["shape"], entry["dtype"]) == (True, True, [2, 3], "float32")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_the_std_of_a_sample_is_said_to_be_one_and_read_back_as_the_populations(count):
+    values = np.arange(count, dtype=np.float32) ** 2
+    summary = summarize(values, level="moments")
+    entry = described(summary, sample=True)
+    assert entry["std_ddof"] == 1
+    expected = values.astype(np.float64).std(ddof=1) if count > 1 else math.nan
+    assert entry["std"] == pytest.approx(expected, nan_ok=True)
+    back = summary_of(entry)
+    assert back.std == pytest.approx(summary.std, rel=1e-15, nan_ok=True)
+    assert (back.count, back.shape) == (summary.count, summary.shape)
 
 
 def test_a_dtype_that_the_file_could_not_hold_is_said_beside_it():

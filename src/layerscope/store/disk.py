@@ -1,0 +1,667 @@
+"""A run in layerscope's own format, wherever it lies: sealed segments, and the ones that are still being written.
+
+    Run(Disk(folder("runs/fp32")))
+
+Opening reads footers and the columns that say where and when; tensors are left alone. Nothing that is still written is
+ever mapped, and nothing is written into the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
+
+import numpy as np
+
+from layerscope.errors import Damaged
+from layerscope.points import Moment
+from layerscope.store import journal
+from layerscope.store.address import (
+    JOURNAL,
+    PARTIAL,
+    SEALED,
+    Folder,
+    LocalFolder,
+    RemoteFolder,
+    SegmentName,
+    rank_folder,
+    rank_of,
+    segment_of,
+)
+from layerscope.store.checksum import Bytes, bytes_of, crc32c
+from layerscope.store.columns import COUNTS, MOMENTS, Array, Columns, Has
+from layerscope.store.dtypes import STORED, nbytes, stored
+from layerscope.store.manifest import NAME, Completeness, Dropped, Manifest
+from layerscope.store.records import WHEN, Part, Records
+from layerscope.store.recovery import NOTHING_ELSE, Damage
+from layerscope.store.segment import ROOM, Sealed
+from layerscope.store.source import Kept, Sketches, Source, Statistics
+
+if TYPE_CHECKING:
+    import torch
+
+    from layerscope.stats import Summary
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+# A manifest of a hundred thousand modules takes about 10 MB.
+_LARGEST_MANIFEST = 256 << 20
+# Smaller tensors are read: a mapping each is many mappings, and the system gives a process some 65,000.
+_MAPPED_FROM = 1 << 20
+# How many requests are under way at a time.
+_AT_ONCE = 32
+# Records are numbered below that: who claimed a folder later recorded later.
+_CLAIM_AT = 48
+_OPEN = ("record", "point", "has", *WHEN)
+_TENSOR = ("bytes_of", "dtype", "shape", "offset", "length", "crc32c")
+_SKETCH = ("sketch_keys", "sketch_counts", "sketch_start", "sketch_size")
+_STORED = (*COUNTS, *MOMENTS, "first", "first_count", "fingerprint", "summary_dtype", "summary_shape", *_SKETCH)
+
+
+@final
+class Unsealed:
+    """A segment that is still written, or that a kill left: its journal, and the partial beside it."""
+
+    def __init__(self, files: Folder, stem: str) -> None:
+        self.name = f"{stem}{JOURNAL}"
+        self._files = files
+        self._data = bytearray()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read on, from the last whole frame."""
+        found = journal.read(self._files.read(self.name))
+        self.columns_ = Columns.of(found.rows, found.checks)
+        self.rows, self.points = len(found.rows), self.columns_.points
+        self.losses: list[Dropped] = found.losses
+        self.damage: list[tuple[str, int | None]] = [(f"byte {at}: {why}", None) for at, why in found.damage]
+        self.torn, self.end = found.torn, found.end
+        if not found.end:
+            with contextlib.suppress(FileNotFoundError):
+                if self._files.size(self.name.removesuffix(JOURNAL) + PARTIAL) > ROOM:
+                    self.damage.append((f"nothing of it reads, {NOTHING_ELSE}", None))
+        self.bad: set[int] = set()
+        self.unique, self.steps, self.ranks = False, None, ()
+
+    def some(self, names: Sequence[str]) -> Columns:
+        """Return the columns; they are all in memory."""
+        return self.columns_
+
+    def array(self, name: str) -> Array:
+        """Return one column."""
+        return self.columns_.arrays[name]
+
+    def look_through(self) -> None:
+        """Do nothing: each frame was checked when it was read."""
+
+
+class _Segment(NamedTuple):
+    folder: int
+    name: SegmentName
+    table: Sealed | Unsealed
+
+    @property
+    def stem(self) -> str:
+        return f"{rank_folder(self.folder)}/{self.name.stem}"
+
+    @property
+    def merged(self) -> Sequence[str]:
+        """The segments that this one was merged of, and stands for."""
+        return self.table.merged if isinstance(self.table, Sealed) and not self.table.damage else ()
+
+
+class _Place(NamedTuple):
+    """Where a tensor's bytes are, and as what they are read."""
+
+    segment: _Segment
+    row: int
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+    crc32c: int
+
+
+@final
+class Disk(Source):
+    """The files of a run; `notes` says in sentences what was odd."""
+
+    def __init__(self, files: Folder) -> None:
+        self.address = self.path = files.address
+        self._files = files
+        self._segments: list[_Segment] = []
+        self._table: Records | None = None
+        self._verified: set[tuple[str, int]] = set()
+        self._harmed: dict[tuple[int, int], Damage] = {}  # records that turned out damaged when they were read
+        self._seen: list[Damage] = []
+        self._looked = False
+        self._look()
+
+    def refresh(self) -> None:
+        """See what has been written since."""
+        self._files.forget()
+        self._look()
+
+    def _look(self) -> None:
+        self.notes, self._seen, self._harmed, self._looked = [], [], {}, False
+        self.manifest = self._read_manifests()
+        known = {each.stem: each.table for each in self._segments if isinstance(each.table, Sealed)}
+        ranks = [rank for name in self._files.names() if (rank := rank_of(name)) is not None]
+        self._segments, self._seen[len(self._seen) :] = opened(self._files, ranks, known)
+        self._vanished()
+        self._table = None
+        for each in self._segments:
+            if isinstance(each.table, Unsealed) and each.table.torn:
+                self.notes.append(
+                    f"{each.table.name} ends in {each.table.torn} bytes of a frame that is being written, or was torn"
+                )
+        if isinstance(self._files, RemoteFolder) and self._files.sends_whole:
+            self.notes.append("the server sends whole files where stretches are asked for, which takes its time")
+
+    # What there is ------------------------------------------------------------------------------
+
+    def records(self) -> Records:
+        """Return what there is."""
+        if self._table is None:
+            self._table = Records.of([_part(each) for each in self._segments])
+        return self._table
+
+    def kept(self, at: int) -> Kept:
+        """Return what is kept of a record."""
+        each, row = self._at(at)
+        if not int(each.table.array("has")[row]) & Has.TENSOR:
+            return Kept(None, None, 0)
+        columns = each.table.some(_TENSOR)
+        dtype, shape, length = (int(columns.arrays[name][row]) for name in ("dtype", "shape", "length"))
+        return Kept(columns.dtypes[dtype], columns.shapes[shape], length)
+
+    def summary(self, at: int) -> Summary | None:
+        """Return the statistics that were stored with a record."""
+        each, row = self._at(at)
+        has = int(each.table.array("has")[row])
+        if not has & Has.SUMMARY:
+            return None
+        channels = ("channels", "channels_start", "channels_size") if has & Has.CHANNELS else ()
+        columns = each.table.some((*_STORED, *channels))
+        self._check(each, row)
+        try:
+            return columns.summary(row)
+        except (ValueError, LookupError) as error:
+            raise self._damage(at, f"its summary does not read back ({error})") from error
+
+    def note(self, at: int) -> dict[str, Any]:
+        """Return what the recorder noted beside a record."""
+        each, row = self._at(at)
+        if not int(each.table.array("has")[row]) & Has.NOTE:
+            return {}
+        columns = each.table.some(("note", "note_start", "note_size"))
+        self._check(each, row)
+        try:
+            return columns.note(row)
+        except (ValueError, LookupError, RecursionError) as error:
+            raise self._damage(at, f"its note does not read back ({error})") from error
+
+    def statistics(self, places: Array) -> Statistics:
+        """Return the stored statistics of records as columns."""
+        starts = self.records().starts
+        numbers = np.searchsorted(starts, places, side="right") - 1
+        groups = []
+        for number in np.unique(numbers):
+            where = np.flatnonzero(numbers == number)
+            groups.append((self._segments[number].table, places[where] - starts[number], where))
+        return _Stored(groups, len(places))
+
+    def _at(self, at: int) -> tuple[_Segment, int]:
+        number, row = self.records().part(at)
+        return self._segments[number], row
+
+    def _check(self, each: _Segment, row: int) -> None:
+        """Refuse a row of which a column turned out damaged after the run was opened."""
+        if row in each.table.bad:
+            raise Damaged(f"record {row} of {each.table.name} in {self.address} is not what was written (checksum)")
+
+    # Manifests ----------------------------------------------------------------------------------
+
+    def _read_manifests(self) -> Manifest:
+        root = self._or_note(NAME, _manifest_or_damage(self._files, NAME))
+        ranks = [rank for name in self._files.names() if (rank := rank_of(name)) is not None]
+        others = [rank for rank in ranks if rank != 0]
+        names = [f"{rank_folder(rank)}/{NAME}" for rank in others]
+        read = each_of(self._files, lambda name: _manifest_or_damage(self._files, name), names)
+        found = zip(others, names, read, strict=True)
+        own = {rank: self._or_note(name, manifest) for rank, name, manifest in found}
+        if 0 in ranks or not ranks:
+            own[0] = root
+        self._own = own
+        parts = [m.completeness if m is not None else Completeness(state="unknown") for m in own.values()]
+        first = root or next((m for m in own.values() if m is not None), None) or Manifest(started="")
+        return replace(first, completeness=Completeness.of_ranks(parts))
+
+    def _or_note(self, name: str, manifest: Manifest | Damaged | None) -> Manifest | None:
+        if isinstance(manifest, Damaged):
+            self.notes.append(f"{name} cannot be read ({manifest}); the records are read from the segments")
+            self._seen.append(Damage(name, str(manifest)))
+            return None
+        if manifest is None:
+            self.notes.append(f"{name} is not there; the records are read from the segments")
+        return manifest
+
+    # Damage -------------------------------------------------------------------------------------
+
+    @property
+    def damaged(self) -> list[Damage]:
+        """What was written and cannot be read, as far as that shows without reading every tensor."""
+        if not self._looked:
+            each_of(self._files, lambda each: each.table.look_through(), self._segments)
+            self._looked = True
+        tables = [
+            Damage(each.table.name, reason if row is None else f"record {row}: {reason}")
+            for each in self._segments
+            for reason, row in each.table.damage
+        ]
+        return [*self._seen, *tables, *self._short(), *self._harmed.values()]
+
+    def _vanished(self) -> None:
+        """Notice what `run.json` speaks of and is not there: segments, and whole ranks of a run that has ended."""
+        there = {(each.folder, stem) for each in self._segments for stem in (each.name.stem, *each.merged)}
+        seen = {damage.file for damage in self._seen}
+        for rank, manifest in self._own.items():
+            for name, (records, *_) in ({} if manifest is None else manifest.segments).items():
+                file = f"{rank_folder(rank)}/{name}{SEALED}"
+                if (rank, name) not in there and file not in seen:
+                    self._seen.append(Damage(file, f"it is not there, and held {records} records"))
+        wanted = self.manifest.ranks or 1
+        if self.manifest.completeness.state != "recording" and len(self._own) < wanted and wanted > 1:
+            gone = sorted(set(range(wanted)) - set(self._own))
+            named = ", ".join(map(rank_folder, gone[:8])) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
+            self._seen.append(Damage(NAME, f"{wanted} ranks recorded, and {named} is not there"))
+        self._count_records()
+        for file in dict.fromkeys(damage.file for damage in self._seen if damage.file.endswith(SEALED)):
+            self.notes.append(f"{file} is gone, or cannot be read")
+
+    def _count_records(self) -> None:
+        """Notice records that are gone without a trace: a journal that was removed, or cut between two frames."""
+        for rank, manifest in self._own.items():
+            if manifest is None or manifest.completeness.state == "recording":
+                continue
+            there = sum(each.table.rows for each in self._segments if each.folder == rank)
+            said = manifest.completeness.records
+            if there < said and not any(d.file.startswith(rank_folder(rank)) for d in self._seen):
+                self._seen.append(Damage(rank_folder(rank), f"{NAME} speaks of {said} records, and {there} are there"))
+
+    def _short(self) -> Iterator[Damage]:
+        """Name the tensors of which the file is too short, or the dtype unknown."""
+        for each in self._segments:
+            columns = each.table.some(_TENSOR)
+            has = each.table.array("has")
+            tensors = (has & Has.TENSOR) != 0
+            tensors[list(each.table.bad)] = False
+            if not each.table.rows or not tensors.any():
+                continue
+            name, size = self._file(each)
+            a = columns.arrays
+            ends = a["offset"].astype(np.int64) + a["length"].astype(np.int64)
+            for row in np.flatnonzero(tensors & (ends > size) & (a["length"] > 0)):
+                end = int(ends[row])
+                why = "it is not there" if size < 0 else f"it ends at byte {size}, before the record does ({end})"
+                yield self._named(each, int(row), name, why)
+            strange = [code for code, dtype in enumerate(columns.dtypes) if dtype not in STORED]
+            for row in np.flatnonzero(tensors & np.isin(a["dtype"], strange)) if strange else ():
+                yield self._named(
+                    each, int(row), name, f"this version knows no dtype {columns.dtypes[int(a['dtype'][row])]!r}"
+                )
+
+    def _named(self, each: _Segment, row: int, file: str, reason: str) -> Damage:
+        point, moment = each.table.points[int(each.table.array("point")[row])], _moment(each.table, row)
+        return Damage(file, reason, point, str(moment))
+
+    def _file(self, each: _Segment) -> tuple[str, int]:
+        """Return the file that holds a segment's tensors and its size, -1 when there is none."""
+        # The writer may seal between two attempts.
+        for name in (each.stem + SEALED, each.stem + PARTIAL, each.stem + SEALED):
+            with contextlib.suppress(FileNotFoundError):
+                return name, self._files.size(name)
+        return each.stem + SEALED, -1
+
+    def _damage(self, at: int, reason: str) -> Damaged:
+        """Return the error for a record that cannot be read, and remember it."""
+        each, row = self._at(at)
+        file, records = self._file(each)[0], self.records()
+        self._harmed[each.folder, at] = self._named(each, row, file, reason)
+        return Damaged(f"{records.text(at)} at {records.moment(at)} in {self.address}/{file}: {reason}")
+
+    # Tensors ------------------------------------------------------------------------------------
+
+    def _placed(self, at: int) -> _Place:
+        each, row = self._at(at)
+        columns = each.table.some(_TENSOR)
+        self._check(each, row)
+        a = columns.arrays
+        dtype, shape = columns.dtypes[int(a["dtype"][row])], columns.shapes[int(a["shape"][row])]
+        place = _Place(each, row, dtype, shape, *(int(a[name][row]) for name in ("offset", "length", "crc32c")))
+        if nbytes(dtype, shape) != place.length:
+            raise self._damage(at, f"{place.length} bytes are not a {dtype} tensor of shape {list(shape)}")
+        return place
+
+    def tensor(self, at: int, rows: range | None) -> torch.Tensor:
+        """Return a record's tensor, or rows of it, checked against its checksum."""
+        place = self._placed(at)
+        if rows is None:
+            return _as_tensor(self._bytes(at, place, place.offset, place.length, verify=True), place.dtype, place.shape)
+        key = (place.segment.stem, place.offset)
+        if key not in self._verified:
+            self._bytes(at, place, place.offset, place.length, verify=True)
+            self._verified.add(key)
+        each = place.length // place.shape[0] if place.shape[0] else 0
+        first, last = (rows.start, max(rows.start, rows.stop)) if len(rows) else (0, 0)
+        flat = self._bytes(at, place, place.offset + first * each, (last - first) * each, verify=False)
+        return _as_tensor(flat, place.dtype, (last - first, *place.shape[1:]))[:: rows.step]
+
+    def pieces(self, at: int, items: int) -> Iterator[torch.Tensor]:
+        """Read stretch by stretch, into memory that is used again as soon as nobody holds a piece in it.
+
+        Not through a mapping, whose pages would count as this process's until the last one is read.
+        """
+        import torch
+
+        place = self._placed(at)
+        size, check = items * stored(place.dtype).itemsize, 0
+        buffers = _Buffers(min(size, place.length))
+        with self._filling(at, place) as fill:
+            for start in range(0, place.length, size):
+                data = buffers.free()[: place.length - start]
+                if fill(data, place.offset + start) != data.size:
+                    raise self._damage(at, "its file ends before its bytes do")
+                check = crc32c(data, check)
+                piece = _as_tensor(torch.from_numpy(data), place.dtype, (data.size // stored(place.dtype).itemsize,))
+                del data
+                yield piece
+                del piece
+        if check != place.crc32c:
+            raise self._damage(at, "its bytes are not what was written (checksum)")
+
+    def _bytes(self, at: int, place: _Place, offset: int, length: int, *, verify: bool) -> torch.Tensor:
+        """Return a stretch of a segment as a torch tensor of bytes."""
+        import torch
+
+        if not length:
+            flat = torch.empty(0, dtype=torch.uint8)
+        elif (mapped := self._mapped(at, place)) is not None:
+            # A private mapping of its own for each tensor: what the caller writes into it nobody else sees, and no
+            # file stays open however many are alive.
+            storage: Any = torch.UntypedStorage.from_file(mapped, False, offset + length)
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage, offset, (length,), (1,))
+        else:
+            name = self._source(at, place)
+            try:
+                data = self._files.read(name, offset=offset, length=length)
+            except FileNotFoundError:  # sealed in between
+                name = place.segment.stem + SEALED
+                data = self._files.read(name, offset=offset, length=length)
+            if len(data) != length:
+                raise self._damage(at, f"{name} ends before its bytes do")
+            flat = torch.frombuffer(data, dtype=torch.uint8)
+        if verify and crc32c(flat.numpy()) != place.crc32c:
+            raise self._damage(at, "its bytes are not what was written (checksum)")
+        return flat
+
+    def _mapped(self, at: int, place: _Place) -> str | None:
+        """Return the sealed local segment that holds a large record; None where it is read instead.
+
+        A file that is still being written is never mapped: cutting it under a reader would be a SIGBUS.
+        """
+        if place.length < _MAPPED_FROM or not isinstance(self._files, LocalFolder) or not _is_unicode(self.address):
+            return None
+        with contextlib.suppress(FileNotFoundError), self._files.opened(place.segment.stem + SEALED) as fd:
+            self._check_end(at, place, os.fstat(fd).st_size)
+            return f"{self.address}/{place.segment.stem}{SEALED}"
+        return None
+
+    def _source(self, at: int, place: _Place) -> str:
+        """Return the file that holds a record, once it is long enough."""
+        name, size = self._file(place.segment)
+        if size < 0:
+            raise self._damage(at, f"there is neither {name} nor {place.segment.stem}{PARTIAL}")
+        self._check_end(at, place, size)
+        return name
+
+    def _check_end(self, at: int, place: _Place, size: int) -> None:
+        """Refuse an offset outside the file before anything is allocated for it."""
+        if place.offset < ROOM or place.offset + place.length > size:
+            where = f"bytes {place.offset} to {place.offset + place.length}"
+            raise self._damage(at, f"{where} are not inside {place.segment.stem}, which has {size}")
+
+    @contextlib.contextmanager
+    def _filling(self, at: int, place: _Place) -> Iterator[Callable[[Bytes, int], int]]:
+        """Open a record's segment once, and yield what fills a buffer from a place in it and says how far."""
+        if not place.length:
+            yield lambda buffer, offset: 0
+            return
+        name = self._source(at, place)
+        if not isinstance(self._files, LocalFolder):
+
+            def fetch(buffer: Bytes, offset: int) -> int:
+                data = self._files.read(name, offset=offset, length=buffer.size)
+                buffer[: len(data)] = bytes_of(data)
+                return len(data)
+
+            yield fetch
+            return
+        try:
+            fd = self._files.open(name)
+        except FileNotFoundError:  # sealed in between
+            fd = self._files.open(place.segment.stem + SEALED)
+
+        def fill(buffer: Bytes, offset: int) -> int:
+            done = 0
+            while done < buffer.size and (got := os.preadv(fd, [buffer[done:].data], offset + done)):
+                done += got
+            return done
+
+        try:
+            yield fill
+        finally:
+            os.close(fd)
+
+
+def read_manifest(files: Folder, name: str) -> Manifest | None:
+    """Read `run.json`; None where there is none."""
+    try:
+        if files.size(name) > _LARGEST_MANIFEST:
+            raise Damaged(f"it has {files.size(name)} bytes")
+        return Manifest.loads(files.read(name))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return None
+
+
+def opened(
+    files: Folder, ranks: Sequence[int], known: Mapping[str, Sealed | Unsealed] | None = None
+) -> tuple[list[_Segment], list[Damage]]:
+    """Open the segments of some ranks, and name those that do not open; `known` are open already.
+
+    Elsewhere a writer may have merged what was listed: then it is listed again.
+    """
+    for _ in range(3):
+        listed = [(rank, name) for rank in ranks for name in _segment_names(files, rank)]
+        tables = each_of(files, lambda each: (known or {}).get(_stem(*each)) or _open(files, _stem(*each)), listed)
+        lost = [table for table in tables if isinstance(table, Damage)]
+        if isinstance(files, LocalFolder) or not any(damage.file.endswith(JOURNAL) for damage in lost):
+            break
+        files.forget()
+    found = [
+        _Segment(*where, table) for where, table in zip(listed, tables, strict=True) if not isinstance(table, Damage)
+    ]
+    merged = {(each.folder, stem) for each in found for stem in each.merged}
+    return [each for each in found if (each.folder, each.name.stem) not in merged], lost
+
+
+def said_of(segments: Sequence[_Segment]) -> dict[str, list[int]]:
+    """Return what a manifest says of sealed segments: their records and bytes."""
+    sealed = [(each.name.stem, each.table) for each in segments if isinstance(each.table, Sealed)]
+    return {stem: [table.rows, table.size] for stem, table in sealed}
+
+
+def _segment_names(files: Folder, rank: int) -> list[SegmentName]:
+    found = {each.stem: each for name in files.names(rank_folder(rank)) if (each := segment_of(name)) is not None}
+    return sorted(found.values(), key=lambda each: (each.claim, each.number, each.last))
+
+
+def _stem(rank: int, name: SegmentName) -> str:
+    return f"{rank_folder(rank)}/{name.stem}"
+
+
+def _open(files: Folder, stem: str) -> Sealed | Unsealed | Damage:
+    """Open a segment: sealed, or by its journal. The writer may seal it between two looks."""
+    for _ in range(3):
+        sealed: Sealed | None = None
+        problem: Damaged | None = None
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                sealed = Sealed(files, f"{stem}{SEALED}")
+                sealed.load(_OPEN)
+            except Damaged as error:
+                problem = error
+        if sealed is not None and problem is None and not sealed.damage:
+            return sealed
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                return Unsealed(files, stem)
+            except Damaged as error:
+                return sealed or Damage(f"{stem}{JOURNAL}", str(error))
+        if problem is not None:
+            return Damage(f"{stem}{SEALED}", str(problem))
+        if sealed is not None:
+            return sealed
+    return Damage(f"{stem}{JOURNAL}", f"it is not there, {NOTHING_ELSE}")
+
+
+def each_of(files: Folder, function: Callable[[T], U], items: Sequence[T]) -> list[U]:
+    """Call a function for each item; elsewhere, where each is a request, many at a time."""
+    if isinstance(files, LocalFolder) or len(items) < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(_AT_ONCE, len(items))) as pool:
+        return list(pool.map(function, items))
+
+
+def _manifest_or_damage(files: Folder, name: str) -> Manifest | Damaged | None:
+    try:
+        return read_manifest(files, name)
+    except Damaged as error:
+        return error
+
+
+def _part(each: _Segment) -> Part:
+    table = each.table
+    arrays = {name: table.array(name) for name in _OPEN}
+    alive = None
+    if table.bad:
+        alive = np.ones(table.rows, bool)
+        alive[list(table.bad)] = False
+    age = arrays["record"].astype(np.int64) + (each.name.claim << _CLAIM_AT)
+    return Part(table.points, arrays, table.rows, alive, age, table.unique, table.steps, table.ranks)
+
+
+def _moment(table: Sealed | Unsealed, row: int) -> Moment:
+    epoch, *others = (int(table.array(name)[row]) for name in WHEN)
+    return Moment(epoch if int(table.array("has")[row]) & Has.EPOCH else None, *others)
+
+
+class _Stored(Statistics):
+    """The statistics of records in several segments, read a column at a time."""
+
+    def __init__(self, groups: Sequence[tuple[Sealed | Unsealed, Array, Array]], size: int) -> None:
+        self._groups, self._size = groups, size
+        self.has = self.column("has").astype(np.int64)
+        for table, rows, where in groups:
+            if table.bad:
+                self.has[where[np.isin(rows, list(table.bad))]] = 0
+
+    def column(self, name: str) -> Array:
+        """Return one column, each number at its record's place."""
+        parts = [table.some([name]).arrays[name] for table, _, _ in self._groups]
+        kind = np.int64 if name in COUNTS else np.float64 if name in (*MOMENTS, "first") else None
+        shape = (self._size, *(parts[0].shape[1:] if parts else ()))
+        column = np.zeros(shape, kind or (np.result_type(*parts) if parts else np.int64))
+        for part, (_, rows, where) in zip(parts, self._groups, strict=True):
+            column[where] = part[rows]
+        return column
+
+    def lost(self) -> Array | None:
+        """Tell the records of which a column turned out damaged since."""
+        if not any(table.bad for table, _, _ in self._groups):
+            return None
+        lost: Array = np.zeros(self._size, bool)
+        for table, rows, where in self._groups:
+            lost[where[np.isin(rows, list(table.bad))]] = True
+        lost &= self.has != 0
+        return lost
+
+    def described(self) -> tuple[list[str], list[tuple[int, ...] | None]]:
+        """Return dtype and shape of what each summary is of."""
+        dtypes, shapes = np.full(self._size, "", object), np.full(self._size, None, object)
+        for table, rows, where in self._groups:
+            columns = table.some(["summary_dtype", "summary_shape"])
+            known = np.full(len(columns.shapes) + 1, None, object)
+            known[:-1] = np.fromiter((shape for shape in columns.shapes), object, len(columns.shapes))
+            code = np.where(self.has[where] & Has.ONE_SHAPE, columns.arrays["summary_shape"][rows].astype(np.int64), -1)
+            shapes[where] = known[np.minimum(code, len(columns.shapes))]
+            names = np.array([*columns.dtypes, ""], object)
+            dtypes[where] = names[np.minimum(columns.arrays["summary_dtype"][rows], len(columns.dtypes))]
+        return dtypes.tolist(), shapes.tolist()
+
+    def sketches(self) -> Sketches:
+        """Return the sketches, those of each segment in one stretch."""
+        starts, sizes = np.zeros(self._size, np.int64), np.zeros(self._size, np.int64)
+        keys, counts, at = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
+        for table, rows, where in self._groups:
+            a = table.some(_SKETCH).arrays
+            starts[where] = a["sketch_start"][rows].astype(np.int64) + at
+            sizes[where] = np.where(np.isin(rows, list(table.bad)), 0, a["sketch_size"][rows])
+            keys.append(a["sketch_keys"])
+            counts.append(a["sketch_counts"])
+            at += len(a["sketch_keys"])
+        return Sketches(np.concatenate(keys), np.concatenate(counts), starts, sizes)
+
+
+def _is_unicode(path: str) -> bool:
+    """Tell whether torch takes a path: in a C locale Python's has bytes in it that are no text."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in path)
+
+
+class _Buffers:
+    """Buffers of one size, given out again when the last array or tensor over one of them is gone."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._all: list[Bytes] = [np.empty(size, np.uint8)]
+        self._unused = self._references(0)
+
+    def free(self) -> Bytes:
+        for number in range(len(self._all)):
+            if self._references(number) == self._unused:
+                return self._all[number]
+        self._all.append(np.empty(self._size, np.uint8))
+        return self._all[-1]
+
+    def _references(self, number: int) -> int:
+        return sys.getrefcount(self._all[number])
+
+
+def _as_tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """View bytes as a tensor; where they begin at an odd address for the dtype, copy them to a good one first."""
+    import torch
+
+    if flat.data_ptr() % stored(dtype).itemsize or flat.storage_offset() % stored(dtype).itemsize:
+        flat = flat.clone()
+    if dtype != "complex32":
+        return flat.view(getattr(torch, dtype)).view(shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+        return flat.view(torch.complex32).view(shape)

@@ -1,0 +1,60 @@
+"""The lock that a rank's one writer holds: against a second writer, `append` and `recover` beside it.
+
+    with RankLock(folder): ...
+
+The file is never deleted: whoever holds a lock on a deleted file holds nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import final
+
+from layerscope.errors import RunBusy
+from layerscope.store.address import WRITING, open_regular
+
+LOCK = "lock"
+
+
+@final
+class RankLock:
+    """Held from its making until `release`; raises RunBusy when another process has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOCK
+        self._fd = open_regular(self.path, WRITING | os.O_CREAT)
+        try:
+            import fcntl
+
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.disown()
+            raise RunBusy(
+                f"another process is writing {folder}; wait until it has ended, or record into another folder"
+            ) from None
+        except (ImportError, OSError):
+            return  # a system without such locks; they guard against a mistake, not against an attack
+
+    def __enter__(self) -> RankLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Unlock and close: a child that was forked meanwhile may still have the file open, and the lock with it."""
+        if self._fd >= 0:
+            with contextlib.suppress(ImportError, OSError):
+                import fcntl
+
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self.disown()
+
+    def disown(self) -> None:
+        """Close without unlocking, in a forked child: the lock is the parent's."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = -1
