@@ -311,8 +311,9 @@ def _refuse_unless_leaves(text: str, glob: str, rest: str) -> None:
     if after:
         number = re.fullmatch(r"\[(-?[0-9]+)\]", leaves)
         instead = f"{glob}.{number.group(1)}{after}" if number else f"{glob}{after}{leaves}"
+        shown = leaves if leaves.isprintable() else ascii(leaves)
         raise BadText(
-            f"{text!r} goes on after the leaf {leaves}, which comes last; did you mean {instead!r}? "
+            f"{text!r} goes on after the leaf {shown}, which comes last; did you mean {instead!r}? "
             "A numbered module is a part of the name: model.layers.0.mlp; a slice has a colon: model.layers[0:4].mlp."
         )
 

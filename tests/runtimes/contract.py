@@ -106,7 +106,7 @@ class Given(NamedTuple):
     x: Tensor
 
 
-class Contract:
+class Prepared:
     """`prepare(model, x)` gives what is watched; its batch, and its length where it has one, are not to be fixed."""
 
     rtol = 0.0  # the runtime's own rounding, relative to the largest value; 0 for the same bits
@@ -140,7 +140,9 @@ class Contract:
             alike = [t for t in found if t.shape == value.shape]
             assert any(torch.allclose(t, value, rtol=0, atol=1e-6) for t in alike)
 
-    # The promises -------------------------------------------------------------------------------
+
+class Contract(Prepared):
+    """The promises: a runtime keeps all of them; another way into the same one may borrow a few."""
 
     def test_it_lists_the_modules_that_pytorch_lists(self):
         given = self.given(Plain)
@@ -281,7 +283,7 @@ class Contract:
 
 
 @functools.cache
-def _given(contract: type[Contract], kind: type[nn.Module], shape: tuple[int, ...]) -> Given:
+def _given(contract: type[Prepared], kind: type[nn.Module], shape: tuple[int, ...]) -> Given:
     torch.manual_seed(0)
     source = kind().eval()
     x = torch.randn(shape)

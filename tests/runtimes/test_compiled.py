@@ -20,7 +20,7 @@ from asserts import assert_same_bits, hooks_on
 from layerscope.runtimes import find
 from layerscope.runtimes.compiled import TorchCompile
 from layerscope.runtimes.sink import Seen
-from runtimes.contract import Contract
+from runtimes.contract import Contract, Given, Plain, Prepared
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +30,18 @@ def _fresh():
     counters.clear()
 
 
-class Compiled(Contract):
+class Compiled(Prepared):
+    """A model of each test's own, made after Dynamo has forgotten the others: what has run has run in this test."""
+
     raises = "reduction dim"
 
+    def given(self, kind, *shape):
+        torch.manual_seed(0)
+        source, x = kind().eval(), torch.randn(shape or (5, 4))
+        return Given(self.prepare(source, x), source, x)
 
-class TestWrapped(Compiled):
+
+class TestWrapped(Compiled, Contract):
     def prepare(self, model, x):
         made = torch.compile(model, backend="aot_eager", fullgraph=True)
         made(x)
@@ -42,6 +49,12 @@ class TestWrapped(Compiled):
 
 
 class TestNeverCalledBefore(Compiled):
+    test_values_are_those_of_each_input = (
+        Contract.test_values_are_those_of_each_input_and_not_of_the_one_it_was_made_with
+    )
+    test_batch_and_length_may_change = Contract.test_batch_and_length_may_change
+    test_nothing_is_left_behind = Contract.test_nothing_is_left_behind
+
     def prepare(self, model, x):
         return torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
 
@@ -49,14 +62,27 @@ class TestNeverCalledBefore(Compiled):
 class TestInPlace(Compiled):
     """`model.compile()`, which torch itself refuses for a bare nn.Sequential with fullgraph=True."""
 
+    test_it_sees_the_values_that_the_layers_compute = Contract.test_it_sees_the_values_that_the_layers_compute
+    test_nothing_is_left_behind = Contract.test_nothing_is_left_behind
+    test_exceptions_pass_through = Contract.test_exceptions_pass_through
+
     def prepare(self, model, x):
         model.compile(backend="aot_eager")
         model(x)
         return model
 
 
+def test_what_has_run_before_the_contract_begins_has_compiled_code():
+    """Else the promises would be kept for models that were never called, and for no others."""
+    before = graphs()
+    given = TestWrapped().given(Plain)
+    assert graphs() == before + 1
+    given.watched(given.x + 1)
+    assert graphs() == before + 1
+
+
 @pytest.mark.stress
-class TestInductor(Compiled):
+class TestInductor(Compiled, Contract):
     rtol = 1e-5
 
     def prepare(self, model, x):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import layerscope as ls
 import zoo
 from asserts import assert_no_hooks_left, assert_same_bits, hooks_on
 from layerscope.points import Moment, Point
@@ -58,7 +59,7 @@ def test_checkpoint_wrappers_inside_the_model_leave_the_names_as_they_are():
     assert texts(seen(model, {"0.0": {"output"}}, torch.ones(1, 4))) == ["0.0:output step=0"]
 
 
-def test_ddp_and_compile_wrappers_keep_the_names(tmp_path):
+def test_a_ddp_wrapper_keeps_the_names(tmp_path):
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -404,6 +405,112 @@ def test_an_input_used_twice_inside_a_module_gets_the_sum_of_both_ways():
     assert point == Point("square", "grad_input", (0,))
     closed_form = x.detach().sin() + x.detach() * x.detach().cos()
     torch.testing.assert_close(gradient, closed_form, rtol=1e-12, atol=0)
+
+
+def attends(m, query, key, value, scale=None):
+    weights = (m.q(query) @ m.k(key).T * (1 if scale is None else scale.mean())).softmax(-1)
+    return weights @ m.v(value) + query, weights
+
+
+def attending():
+    """One tensor as three arguments, positional and by keyword, beside one that is given once; dropout inside."""
+    layers = {name: nn.Linear(4, 4) for name in "qkv"}
+    attn = zoo.Holder(lambda m, *args, **kwargs: m.drop(attends(m, *args, **kwargs)[0]), drop=nn.Dropout(0.3), **layers)
+    return zoo.Holder(lambda m, x: m.attn(x, x, value=x, scale=m.one(x)) + x, attn=attn, one=nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("kind", ["own", "torch's"])
+def test_one_tensor_given_as_several_arguments_has_a_gradient_of_each(kind):
+    torch.manual_seed(0)
+    if kind == "own":
+        model, given = attending(), {(0,), (1,), ("value",), ("scale",)}
+    else:
+        model, given = zoo.Holder(lambda m, x: m.attn(x, x, x)[0], attn=nn.MultiheadAttention(4, 2)), {(0,), (1,), (2,)}
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def run():
+        torch.manual_seed(1)
+        x.grad = None
+        model.zero_grad()
+        out = model(x)
+        out.square().sum().backward()
+        return [out.detach(), x.grad, torch.get_rng_state(), *(p.grad for p in model.parameters())]
+
+    oracle = apart(model, run) if kind == "own" else with_full_backward_hooks(model, "attn", run)["grad_input"]
+    plain = run()
+    for times in (1, 2):
+        sink = Seen()
+        inner = "attn.q" if kind == "own" else "attn.out_proj"
+        with eager.watch(model, {"attn": {"grad_input"}, inner: {"output"}}, sink):
+            for _ in range(times):
+                watched = run()
+        for one, other in zip(plain, watched, strict=True):
+            assert_same_bits(one, other)
+        assert sink.failures == []
+        gradients = {(point.leaf, moment.step): t for moment, point, t in sink.records if point.side == "grad_input"}
+        assert set(gradients) == {(leaf, step) for leaf in given for step in range(times)}
+        assert all(moment.call == 0 for moment, _, _ in sink.records)
+        for leaf, expected in zip(sorted(given, key=str), oracle, strict=True):
+            torch.testing.assert_close(gradients[leaf, times - 1], expected, rtol=1e-4, atol=1e-6)
+
+
+def apart(model, run):
+    """The same model with clones in the place of one tensor: a gradient of each, in the order of their names."""
+    kept, forward = {}, model.attn._forward
+
+    def cloned(m, *args, **kwargs):
+        for name, tensor in [*enumerate(args), *kwargs.items()]:
+            kept[str((name,))] = tensor.clone()
+            kept[str((name,))].retain_grad()
+        return forward(m, *(kept[f"({n},)"] for n in range(len(args))), **{n: kept[f"({n!r},)"] for n in kwargs})
+
+    model.attn._forward = cloned
+    try:
+        run()
+    finally:
+        model.attn._forward = forward
+    return [kept[name].grad for name in sorted(kept)]
+
+
+def test_what_cannot_be_called_twice_is_said_and_not_summed(monkeypatch):
+    model = zoo.Holder(lambda m, x: m.both(x, x), both=zoo.Holder(lambda m, a, b: a * 2 + b * 3))
+    monkeypatch.setattr("layerscope.runtimes.shares.why_not_again", lambda model: "it is alone")
+    x = torch.ones(2, requires_grad=True)
+    with ls.record(model, ["both:grad_input", "both"]) as rec:
+        model(x).sum().backward()
+    assert x.grad.tolist() == [5, 5]
+    assert [missing.point for missing in rec.missing] == ["both:grad_input"]
+    assert "one tensor is several of its arguments" in rec.missing[0].reason
+
+
+def test_gradients_that_arrive_sparse_and_dense_are_added():
+    table = nn.Embedding(5, 2, sparse=True)
+
+    def forward(m, weight):
+        return nn.functional.embedding(torch.tensor([1, 3]), weight, sparse=True).sum() + (weight * 2).sum()
+
+    for order in (forward, lambda m, w: (w * 2).sum() + forward(m, w)):
+        model = zoo.Holder(lambda m, w: m.both(w), both=zoo.Holder(order))
+        oracle = with_full_backward_hooks(model, "both", lambda m=model: m(table.weight).backward())["grad_input"][0]
+        sink = Seen()
+        with eager.watch(model, {"both": {"grad_input"}}, sink):
+            model(table.weight).backward()
+        [(_, _, gradient)] = sink.records
+        assert_same_bits(gradient.to_dense(), oracle.to_dense())
+
+
+def test_gradients_that_cannot_be_added_are_missing_and_the_backward_goes_on(monkeypatch):
+    def fails(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("layerscope.runtimes.gradients._sum", fails)
+    model = zoo.Holder(lambda m, x: m.square(x), square=zoo.Holder(lambda m, x: x * x.sin()))
+    x = torch.ones(5, requires_grad=True)
+    with ls.record(model, ["square:grad_input", "square:output"]) as rec:
+        model(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(5).sin() + torch.ones(5).cos())
+    assert [missing.point for missing in rec.missing] == ["square:grad_input"]
+    assert "MemoryError: no room" in rec.missing[0].reason
 
 
 def test_in_place_operations_still_work_where_full_backward_hooks_forbid_them():

@@ -1,7 +1,6 @@
-import time
-
 import pytest
 
+from asserts import counted
 from layerscope.errors import BadText, LayerscopeError, NoSuchPoint
 from layerscope.patterns import Pattern, Place, op_name, select, select_op, split
 from layerscope.points import SIDES, Point
@@ -670,22 +669,22 @@ def test_the_modules_of_a_real_model_are_found():
         select("encoder.layers", places)
 
 
-def test_ten_thousand_modules_take_well_under_a_second():
+def test_the_work_for_ten_thousand_modules_grows_with_their_number():
     places = llama(910)
     assert len(places) > 10_000
     patterns = ["model.layers.*:*", "**.q_proj", "type:*Norm", "model.layers[100:-100:3].mlp", "!**.{0,-1}.**"]
-    began = time.process_time()
-    points = select(patterns, places)
-    again = select(list(map(str, points)), places)
-    taken = time.process_time() - began
+    points, calls = counted(lambda: select(patterns, places))
+    again, more = counted(lambda: select(list(map(str, points)), places))
     assert again == points
     assert len(points) == 4 * 908 + 908 + 909 + 237
-    assert taken < 1.5
+    assert calls + more < 300 * len(places)
 
 
 def test_an_error_over_ten_thousand_modules_comes_at_once():
     places = llama(910)
-    began = time.perf_counter()
-    with pytest.raises(NoSuchPoint, match=r"nearest: model\.layers\.3\.self_attn"):
-        select("model.layers.3.sef_attn", places)
-    assert time.perf_counter() - began < 2
+
+    def refused():
+        with pytest.raises(NoSuchPoint, match=r"nearest: model\.layers\.3\.self_attn"):
+            select("model.layers.3.sef_attn", places)
+
+    assert counted(refused)[1] < 300 * len(places)

@@ -7,7 +7,6 @@ get_layer_hidden_states()
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
@@ -22,13 +21,13 @@ from layerscope.compiled.surveying import Survey, surveyed
 from layerscope.compiled.table import Table
 from layerscope.compiled.tapping import Tapped, flattened
 from layerscope.errors import LayerscopeError, Unsupported
+from layerscope.log import log
 from layerscope.patterns import Pattern
 from layerscope.runtimes.keeping import kept
 from layerscope.runtimes.observing import NO_TAPS, SKIPPED, ObserverEffect, measures
 
 __all__ = ["compile"]
 
-_log = logging.getLogger("layerscope")
 _ROUNDING = ("inductor", "aoti")
 
 
@@ -76,7 +75,7 @@ def compile(
 
     left_out = [] if chosen.LIVE else _left_out(survey.table)
     for each in (*made.notes, *left_out):
-        _log.warning("%s", each)
+        log.warning("%s", each)
     unmeasured = _unmeasured(measure, survey) or made.effect
     return Compiled(
         chosen,

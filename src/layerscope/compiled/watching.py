@@ -91,6 +91,10 @@ class Watching:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             value = compute(*args, **kwargs)
+            forwards.safely(told)
+            return value
+
+        def told() -> None:
             for tap, tensor in model.taken():
                 point = Point.parse(tap.point)
                 if point.name and point.side in wanted.get(
@@ -99,7 +103,6 @@ class Watching:
                     forwards.tell_leaves(point.name, point.side, [(point.leaf, tensor)], call=tap.call)
             if LOGITS in wanted:
                 forwards.tell_leaves(LOGITS, "output", [((), model.taps()[LOGITS])], call=0)
-            return value
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return forwards.run(run, compute, wanted.get("", ()), args, kwargs)

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from layerscope import __version__
 from layerscope.errors import Unsupported
 from layerscope.recorder.copying import plain, undisturbed
-from layerscope.recorder.taps import Level, Plan
+from layerscope.recorder.taps import Plan
 from layerscope.runtimes.runtime import Runtime, Weights
 from layerscope.stats import fingerprint
 from layerscope.store import Manifest
@@ -35,7 +35,7 @@ def about(
     *,
     name: str | None,
     mode: str | None,
-    statistics: Level,
+    statistics: str,
     weights: bool | None,
     settings: Mapping[str, Any],
     kernels: str | None,

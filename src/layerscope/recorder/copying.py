@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch._C import _functorch as functorch
 
 from layerscope.errors import Unsupported
 from layerscope.recorder.cargo import as_tensor
 from layerscope.recorder.lanes import arriving
-from layerscope.stats.bits import lying
+from layerscope.stats.tensor_views import lying
 
-__all__ = ["Arena", "Lease", "Pool", "dtype_name", "plain", "same_bits", "undisturbed"]
+__all__ = ["Arena", "Lease", "Pool", "dtype_name", "plain", "same_bits", "undisturbed", "unwrapped"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -75,14 +76,35 @@ def plain(tensor: torch.Tensor) -> tuple[torch.Tensor, dict[str, str]]:
     return tensor, note
 
 
+def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, dict[str, str]]:
+    """Return the value behind a tensor of a functional transform, and what had to be said about it.
+
+    Inside `vmap` a model sees one sample, and computes all: the value is that of all, along the first axes. Inside
+    `grad`, `vjp` and `jvp` it is the tensor itself. To be called outside of all transforms: see `undisturbed`.
+    """
+    axes: list[int] = []  # of the samples, the innermost `vmap` first; each counts within what the next one sees
+    while functorch.is_functorch_wrapped_tensor(tensor) and not torch._is_functional_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            axes.append(functorch.maybe_get_bdim(tensor))
+        tensor = functorch.get_unwrapped(tensor)
+    if not axes:
+        return tensor, {}
+    for outside, axis in enumerate(reversed(axes)):
+        tensor = tensor.movedim(axis + outside, outside)
+    first = "the first axis is" if len(axes) == 1 else f"the first {len(axes)} axes are"
+    return tensor, {"vmap": f"{first} the samples of torch.func.vmap"}
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hide our own tensor operations from the user's modes: a flop counter, a default device, inference mode."""
+    """Hide our own tensor operations from the user's modes: a flop counter, a default device, transforms, inference."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
     watched = torch._C._len_torch_dispatch_stack() > 0
     overridden = torch._C._len_torch_function_stack() > 0
     with (
+        nullcontext() if functorch.peek_interpreter_stack() is None else temporarily_clear_interpreter_stack(),
         _disable_current_modes() if watched else nullcontext(),
         torch._C.DisableTorchFunction() if overridden else nullcontext(),
         torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),

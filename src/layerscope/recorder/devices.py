@@ -10,21 +10,23 @@ Only where so many are gathered before the first are read that they would take t
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from layerscope.recorder.cargo import Carried
+from layerscope.log import log
+from layerscope.recorder.cargo import Arrival, Carried, leave
 from layerscope.recorder.copying import dtype_name, undisturbed
 from layerscope.recorder.lanes import (
-    Lane,
     arriving,
     capturing,
     current_stream,
@@ -35,17 +37,17 @@ from layerscope.recorder.lanes import (
     rest,
 )
 from layerscope.stats import Summary, summarize
+from layerscope.stats.channels import Adding
 
 if TYPE_CHECKING:
     from layerscope.recorder.staging import Staged
-    from layerscope.stats.bits import Array
-    from layerscope.stats.device import Gathered, Level, Sheet, Start, StartAll
+    from layerscope.stats.device import ChannelSums, Gathered, Laid, Level, Sheet, Start, StartAll
+    from layerscope.stats.tensor_views import Array
 
     _Key = tuple[int, int, Level, bool]  # device, stream, level, and whether float64's buckets are wanted
 
 __all__ = ["Later", "Statistics"]
 
-_log = logging.getLogger("layerscope")
 
 _AHEAD = 8  # pages of one desk that are gathered, and that nobody has read
 _BOUND = 10.0  # seconds that others wait for one of them, at most
@@ -65,6 +67,15 @@ class Statistics:
         self._desks: dict[_Key, _Desk] = {}
         self._last: dict[Level, _Desk] = {}  # that was used at each level
         self._broken: str | None = None
+        self._launches: ChannelSums | None = None
+
+    @property
+    def _channels(self) -> ChannelSums:
+        if self._launches is None:
+            from layerscope.stats.device import ChannelSums
+
+            self._launches = ChannelSums()
+        return self._launches
 
     @property
     def kernels(self) -> str:
@@ -72,7 +83,7 @@ class Statistics:
         reason = _why_not() if self._broken is None else self._broken
         return f"on the host: {reason}" if reason else "triton"
 
-    def prepare(self, tensors: Iterable[torch.Tensor], *, level: Level | None = None) -> None:
+    def prepare(self, tensors: Iterable[torch.Tensor], *, level: Level | None = None, channels: bool = False) -> None:
         """Make ready for tensors like these, and for their statistics at `level`, lest the first hook wait for it."""
         for where, dtypes in _by_device(tensors).items():
             lane_of(where)
@@ -82,6 +93,8 @@ class Statistics:
 
             try:
                 device.prepare(where, dtypes, level)
+                if channels:
+                    device.prepare_channels(where, dtypes)
                 with self._lock:
                     self._desk_of((where.index, current_stream(where.index), level, False), where)
             except Exception as error:
@@ -100,17 +113,27 @@ class Statistics:
             return None
         return self._launched(desk, known, address, count, tensor.shape)
 
-    def of(self, tensor: torch.Tensor, *, level: Level = "full") -> Callable[[], Summary]:
-        """Start the reduction of a plain tensor, however it lies; the call that is returned waits for the numbers."""
+    def of(self, tensor: torch.Tensor, *, level: Level = "full", channels: int | None = None) -> Callable[[], Summary]:
+        """Start the reduction of a plain tensor, however it lies; the call that is returned waits for the numbers.
+
+        `channels` is the axis whose channels get numbers of their own.
+        """
         if tensor.is_cuda:
             if is_capturing():
                 raise capturing()
             if self._broken is None:
                 self._broken = _why_not()
             if not self._broken and (later := self._anyhow(tensor, level)) is not None:
-                return later
+                if channels is None:
+                    return later
+                if 0 in tensor.shape:
+                    return partial(_with_none, later, channels)
+                with torch.cuda.device(tensor.device):
+                    counted = self._counted(tensor.dtype, [(later, tensor, channels)])
+                if counted is not None:
+                    return counted[0]
         arrival = arriving(tensor, lambda size: np.empty(size, np.uint8))
-        return lambda: summarize(arrival(), level=level)
+        return lambda: summarize(arrival(), level=level, channels=channels)
 
     def start_all(self, staged: list[Staged]) -> None:
         """Launch the reductions of staged tensors on the current stream, those of a dtype together."""
@@ -118,29 +141,28 @@ class Statistics:
         for one in staged:
             groups.setdefault((one.wish.level, one.dtype), []).append(one)
         for (level, dtype), group in groups.items():
-            desk = self._together(group[0], level)
+            desk = self._together(group[0].device, dtype, level)
             if desk is None:
                 for one in group:
-                    one.later = self.of(one.values, level=level)
+                    one.later = self.of(one.values, level=level, channels=one.wish.axis)
             else:
                 self._start_together(desk, dtype, group)
+                self._count_together(dtype, [one for one in group if one.wish.axis is not None], level)
 
-    def _together(self, one: Staged, level: Level) -> _Desk | None:
-        """Return the desk where tensors like this one are started together, if there is such a thing."""
+    def _together(self, where: torch.device, dtype: torch.dtype, level: Level) -> _Desk | None:
+        """Return the desk where tensors of a dtype are started together, if there is such a thing."""
         if self._broken is None:
             self._broken = _why_not()
-        if self._broken or one.dtype is torch.float64:  # which is looked at twice
+        if self._broken or dtype is torch.float64:  # which is looked at twice
             return None
         from layerscope.stats import device
 
-        if one.dtype not in device.KINDS:
+        if dtype not in device.KINDS:
             return None
-        values = one.values
-        place = values.get_device()
         try:
             with self._lock:
-                desk = self._desk_of((place, current_stream(place), level, False), values.device)
-                desk.starting_all(one.dtype)
+                desk = self._desk_of((where.index, current_stream(where.index), level, False), where)
+                desk.starting_all(dtype)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -150,7 +172,7 @@ class Statistics:
 
     def _start_together(self, desk: _Desk, dtype: torch.dtype, group: list[Staged]) -> None:
         start, tile, most, name = desk.starting_all(dtype)
-        lying = np.array([(one.address, one.count, 0) for one in group], np.int64)
+        lying = np.array([(one.address, one.shape.numel(), 0) for one in group], np.int64)
         tiles = -(-lying[:, 1] // tile)
         lying[:, 2] = -(-tiles // most)
         programs = -(-tiles // lying[:, 2])
@@ -169,6 +191,34 @@ class Statistics:
             for index, one in enumerate(group[done:last], first):
                 one.later = Later(page, index, name, one.shape)
             done = last
+
+    def _count_together(self, dtype: torch.dtype, group: list[Staged], level: Level) -> None:
+        """Launch the sums of the channels of staged tensors, whose other statistics are launched."""
+        if not group:
+            return
+        counted = self._counted(dtype, [(one.later, one.values, one.wish.axis) for one in group])  # type: ignore[misc]
+        for index, one in enumerate(group):
+            both = None if counted is None else counted[index]
+            one.later = both or self.of(one.values, level=level, channels=one.wish.axis)
+
+    def _counted(
+        self, dtype: torch.dtype, tensors: list[tuple[Callable[[], Summary], torch.Tensor, int]]
+    ) -> list[_Counted] | None:
+        """Launch the sums of the channels of tensors of one dtype, and send for them; None where that cannot be."""
+        from layerscope.stats import device
+
+        try:
+            with self._lock, undisturbed():
+                laid = [device.Laid.of(tensor, axis) for _, tensor, axis in tensors]
+                sums = self._channels.start(dtype, laid)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._give_up(error)
+            return None
+        tables = _Tables(arriving(sums, lambda size: np.empty(size, np.uint8)))
+        ends = accumulate(one.size for one in laid)
+        return [_Counted(later, tables, end, one) for (later, _, _), end, one in zip(tensors, ends, laid, strict=True)]
 
     def _page(self, desk: _Desk) -> _Page:
         """Return the page of a desk, another one if all its slots are taken."""
@@ -195,7 +245,7 @@ class Statistics:
     def _give_up(self, error: Exception) -> None:
         self._broken = f"Triton failed: {type(error).__name__}: {error}"
         self._last.clear()
-        _log.warning("%s. Statistics are made on the host, which costs a copy of every tensor.", self._broken)
+        log.warning("%s. Statistics are made on the host, which costs a copy of every tensor.", self._broken)
 
     def _anyhow(self, tensor: torch.Tensor, level: Level) -> Callable[[], Summary] | None:
         """Launch, and have the next tensor of the kind go by `start`; None where there is no kernel for this one."""
@@ -258,7 +308,7 @@ class Statistics:
                 return
             if not page.arrive(_BOUND):
                 desk.ahead = math.inf
-                _log.warning(
+                log.warning(
                     "device %d did not write its statistics for %g s: more than %d pages are under way from now on",
                     desk.place, _BOUND, _AHEAD,
                 )  # fmt: skip
@@ -271,7 +321,7 @@ class Statistics:
                 if desk.page is page:
                     self._send(desk)
 
-        page = desk.page = _Page(desk.lane, desk.origin, leave, desk.unused, desk.table())
+        page = desk.page = _Page(desk, leave)
         return page
 
     def _desk_of(self, key: _Key, where: torch.device) -> _Desk:
@@ -318,6 +368,7 @@ class _Desk:
         self.slots = device.Slots(where, level, self.stream, wide=wide)
         self.locks = where.type == "cuda"
         self.unused = [self.slots.sheet(0) for _ in range(2)]  # to get such memory holds up every launch
+        self.tables: list[Array] = []  # of pages that were read
         self.known: dict[torch.dtype, tuple[Start, str]] = {}
         self._starts_all: dict[torch.dtype, tuple[StartAll, int, int, str]] = {}
         self.page: _Page | None = None
@@ -334,6 +385,8 @@ class _Desk:
 
     def table(self) -> Array:
         """Return memory that the device can read, for what a launch is told of each tensor of a page."""
+        if self.tables:
+            return self.tables.pop()
         with undisturbed():
             return torch.empty((self.slots.size, 3), dtype=torch.int64, device="cpu", pin_memory=self.locks).numpy()
 
@@ -359,12 +412,10 @@ class _Desk:
 class _Page(Carried):
     """The numbers of tensors that are gathered together."""
 
-    def __init__(
-        self, lane: Lane, origin: torch.cuda.Stream, leave: Callable[[], None], unused: list[Sheet], table: Array
-    ) -> None:
-        super().__init__(lane, origin)
-        self._unused = unused  # sheets that were read
-        self.table = table  # where launches are told where many tensors lie
+    def __init__(self, desk: _Desk, leave: Callable[[], None]) -> None:
+        super().__init__(desk.lane, desk.origin)
+        self._unused, self._tables = desk.unused, desk.tables
+        self.table = desk.table()  # where launches are told where many tensors lie
         self.sheet: Sheet | None = None
         self.gathered: Gathered | None = None
         self._send = leave
@@ -385,11 +436,12 @@ class _Page(Carried):
         self.gathered = Gathered.read(sheet)
         self.sheet = None
         self._unused.append(sheet)
+        self._tables.append(self.table)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Tell those who wait; who has the numbers holds neither their desk nor its memory from then on."""
         super().finish(error)
-        self._send, self._unused, self.table = _nothing, [], self.table[:0]
+        self._send, self._unused, self._tables, self.table = _nothing, [], [], self.table[:0]
 
 
 class Later:
@@ -417,6 +469,53 @@ class Later:
     def leave(self) -> None:
         """Have the numbers fetched, though nobody waits for them."""
         self._page.leave()
+
+
+class _Tables:
+    """The sums of the channels of several tensors, on their way to the host together."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.arrival = arrival
+        self._lock = threading.Lock()
+
+    def part(self, start: int, stop: int) -> Array:
+        """Wait for the sums of one tensor."""
+        with self._lock:
+            return self.arrival()[start:stop].numpy().copy()
+
+
+class _Counted:
+    """A summary whose numbers are on their way, and those of its channels."""
+
+    __slots__ = ("_end", "_laid", "_later", "_tables")
+
+    def __init__(self, later: Callable[[], Summary], tables: _Tables, end: int, laid: Laid) -> None:
+        self._later = later
+        self._tables = tables
+        self._end = end
+        self._laid = laid
+
+    def __call__(self) -> Summary:
+        """Wait for the numbers."""
+        summary = self._later()
+        return replace(summary, channels=self._laid.channels(self._tables.part(self._end - self._laid.size, self._end)))
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a call would not wait."""
+        return self._tables.arrival.has_arrived and getattr(self._later, "has_arrived", True)
+
+    def leave(self) -> None:
+        """Have the numbers fetched, though nobody waits for them."""
+        leave(self._later)
+        self._tables.arrival.leave()
+
+
+def _with_none(later: Callable[[], Summary], axis: int) -> Summary:
+    """Return the summary of a tensor without values, with its channels."""
+    summary = later()
+    assert summary.shape is not None
+    return replace(summary, channels=Adding(summary.shape, axis).channels())
 
 
 def _nothing() -> None:

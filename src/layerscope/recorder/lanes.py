@@ -11,7 +11,6 @@ to copy to memory that is not page-locked would hold up every launch of the proc
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 import traceback
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 
 from layerscope.errors import Unsupported
+from layerscope.log import log
 from layerscope.recorder.cargo import Arrival, Bytes, Cargo, Carried, Event, Flight, Lost, Trip, as_tensor, flat
 from layerscope.recorder.pinned import Pinned, Room
 from layerscope.stats.driver import allow_captures, copying, why_no_driver
@@ -38,7 +38,6 @@ __all__ = [
     "lies_plainly", "rest",
 ]  # fmt: skip
 
-_log = logging.getLogger("layerscope")
 
 _STAGE = 16 << 20
 _MOST = 2 << 30  # bytes of clones a device holds at most, if a quarter of its free memory is not less
@@ -205,7 +204,7 @@ class Lane:
             get()
         except Exception as error:  # there is a way without
             said = f"{type(error).__name__}: {error}"
-            _log.warning(
+            log.warning(
                 "no more page-locked memory for copies from %s, which are slower without: %s", self.device, said
             )
 
@@ -442,7 +441,7 @@ class Lane:
         try:
             cargo.finish(error)
         except Exception as raised:  # somebody else's; the lane must go on
-            _log.warning("after a copy from %s: %s: %s", self.device, type(raised).__name__, raised)
+            log.warning("after a copy from %s: %s: %s", self.device, type(raised).__name__, raised)
         if cargo.size:  # nobody waits for others, and a lock that the model holds is waited for
             with self._changed:
                 self._held -= cargo.size

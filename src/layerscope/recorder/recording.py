@@ -6,9 +6,11 @@ with record(model, "model.layers.*", to="runs/fp32") as rec:
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
+import sys
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -22,22 +24,28 @@ import torch
 
 from layerscope import ranks
 from layerscope.errors import Incomplete, NoSuchPoint, NothingRecorded
+from layerscope.log import log
+from layerscope.patterns import select
 from layerscope.points import Moment, Point
+from layerscope.points import unwrapped as unwrapped_name
 from layerscope.recorder.about import about
 from layerscope.recorder.cargo import Lost
 from layerscope.recorder.cargo import leave as send_off
 from layerscope.recorder.clock import Clock
-from layerscope.recorder.copying import undisturbed
+from layerscope.recorder.copying import undisturbed, unwrapped
 from layerscope.recorder.ledger import Ledger
 from layerscope.recorder.taking import Look, Taking
-from layerscope.recorder.taps import Keep, Level, Plan, Request, Wish, plan, schedule_of, taps_of
+from layerscope.recorder.taps import Keep, Plan, Request, Wish, level_of, plan, schedule_of, taps_of
 from layerscope.runtimes import find, opened
 from layerscope.runtimes.observing import measures
 from layerscope.runtimes.runtime import Runtime
 from layerscope.runtimes.sink import Step
 from layerscope.schedules import Schedule
-from layerscope.stats import Later, Summary
+from layerscope.stats import Summary
 from layerscope.store import Completeness, MemoryRun, Missing, Run, Writer, open_run
+from layerscope.store.address import LocalFolder, folder
+from layerscope.store.floors import Floors, write_floors
+from layerscope.twins import Begun, beginning, measure
 
 __all__ = ["Listener", "Recording", "record"]
 
@@ -45,13 +53,14 @@ __all__ = ["Listener", "Recording", "record"]
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _inference_mode = torch.is_inference_mode_enabled
+_transform = torch._C._functorch.peek_interpreter_stack  # of vmap, grad and their kind
 
-_log = logging.getLogger("layerscope")
 _BUDGET = 512 << 20
 _SILENT_BLOCK = (
     "it was not called (the recording's `model` is what to call), or it was called through torch.compile, "
     "where hooks added after compiling never fire"
 )
+_ADDED = "it came into the model while recording, and taps are resolved when the block begins: record again"
 
 # A record on its way into a run in memory; copy and summary may still have to arrive from a device.
 _Copy = Callable[[], torch.Tensor]
@@ -67,7 +76,7 @@ def record(
     when: Schedule | str | None = None,
     on_error: Literal["record", "raise"] = "record",
     append: bool = False,
-    statistics: Level = "full",
+    statistics: str = "full",
     name: str | None = None,
     mode: str | None = None,
     weights: bool | None = None,
@@ -75,7 +84,10 @@ def record(
     observer: Literal["measure", "skip"] = "measure",
     precision_faithful: bool = False,
     budget: int = _BUDGET,
+    rank: int | None = None,
     listener: Listener | None = None,
+    floors: bool | Literal["no-weights"] = False,
+    tell: Callable[[str, int, int], None] | None = None,
 ) -> Recording:
     """Record the tapped points of `model` until the block ends: in memory, or in the run that `to` names.
 
@@ -85,13 +97,16 @@ def record(
 
     `keep` is `"tensor"` (the default in memory), `"both"` (the default on disk), `"summary"`, or a function of a tensor
     whose result is kept instead; it is given the live tensor, and must not change it. `when` is a schedule
-    (`every(100) | first(3)`) or its text.
+    (`every(100) | first(3)`) or its text. `statistics` is `"full"`, `"moments"` (without quantiles and fingerprints),
+    or `"channels"`: the full ones, and those of each channel along the last axis; `"channels(axis=1)"` is for
+    convolutions. Channels are kept in memory too, beside the tensors, unless `keep` says otherwise.
 
     What cannot be recorded is listed under `missing` and the model's run goes on; `on_error="raise"` raises at the end
     of the block. If forwards ran and no tap that was due saw anything, the end of the block always raises. `name`,
     `mode` and `settings` (plain values) are what the run says of its model and of how it ran. `weights` asks for the
     fingerprints of the model's parameters (by default for runs on disk of models up to 8 GiB); `budget` bounds the
-    bytes that wait for the disk. A `listener` is told each record as it is made; in memory, summaries alone are then
+    bytes that wait for the disk. `rank` is whose records these are, where one process holds those of several; else the
+    launcher says it. A `listener` is told each record as it is made; in memory, summaries alone are then
     not kept.
 
     Taps can change what a compiler fuses, and so the output. Of a model that torch.compile runs, the first forward that
@@ -99,8 +114,15 @@ def record(
     `observer="skip"` does not. `precision_faithful` has Inductor round where the source does while it is recorded, so
     that taps change nothing: slower, and to other bits than the plain compiled model's.
 
+    With `floors` the run is one that others can be judged by: when the block ends, twins of the model replay its first
+    step, and what rounding does at each point is kept beside the records, with check rows of the weights ("no-weights"
+    leaves those out). About eight forwards; the model, its gradients and random state are left as they are. `tell` is
+    told how far that is. What cannot be measured is said in the run, and costs it nothing.
+
     A record is the value at the moment of the hook, whatever changes the tensor afterwards and by whichever way.
     """
+    if floors not in (True, False, "no-weights"):
+        raise ValueError(f"floors={floors!r} is not known; use True, False or 'no-weights'.")
     if on_error not in ("record", "raise"):
         raise ValueError(f"on_error={on_error!r} is not known; use 'record' or 'raise'.")
     if append and to is None:
@@ -118,7 +140,9 @@ def record(
     except NoSuchPoint as error:
         raise NoSuchPoint(f"{error} {runtime.remark(model)}".rstrip()) from None
     runtime.check(model, planned.sides, ops=any(planned.ops))
-    told = _Settings(to, on_error == "raise", append, statistics, name, mode, weights, settings or {}, budget)
+    told = _Settings(
+        to, on_error == "raise", append, statistics, name, mode, weights, settings or {}, budget, rank, floors, tell
+    )
     return Recording(model, runtime, planned, told, listener)
 
 
@@ -147,12 +171,15 @@ class _Settings(NamedTuple):
     to: str | os.PathLike[str] | None
     strict: bool
     append: bool
-    statistics: Level
+    statistics: str
     name: str | None
     mode: str | None
     weights: bool | None
     settings: Mapping[str, Any]
     budget: int
+    rank: int | None
+    floors: bool | Literal["no-weights"]
+    tell: Callable[[str, int, int], None] | None
 
 
 class _Step(Step):
@@ -221,6 +248,10 @@ class Recording:
         self._memory: MemoryRun | None = None
         self._writer: Writer | None = None
         self._stack = ExitStack()
+        self._process = os.getpid()
+        self._known = _names(model)
+        self._first: Begun | None = None
+        self._floors: Floors | None = None
         self.completeness: Completeness | None = None
 
     # The block ----------------------------------------------------------------------------------
@@ -228,7 +259,8 @@ class Recording:
     def __enter__(self) -> Recording:
         if self._memory is not None or self._writer is not None:
             raise RuntimeError("a recording is entered once; call record() again for another one.")
-        settings, rank = self._settings, ranks.rank()
+        settings = self._settings
+        rank = ranks.rank() if settings.rank is None else settings.rank
         kernels = self._taking.prepare(self._runtime.parameters(self._watched), self._plan)
         manifest = about(
             self._watched,
@@ -248,10 +280,13 @@ class Recording:
         else:
             self._writer = Writer(self.to, manifest, rank=rank, append=settings.append, budget=settings.budget)
             self._clock = Clock(rank=rank, step=self._writer.next_step)
-        ops = self._op_named if any(self._plan.ops) else None
+        listening = weakref.proxy(self)  # the model's hooks do not keep a recording that nobody holds any more
+        ops = partial(_op_named, listening) if any(self._plan.ops) else None
         try:
-            watch = self._runtime.watch(self._watched, self._plan.sides, self, ops=ops)
+            watch = self._runtime.watch(self._watched, self._plan.sides, listening, ops=ops)
             self.model = self._stack.enter_context(watch)
+            if settings.floors:
+                self._first = self._stack.enter_context(beginning(self._watched))
         except BaseException:
             self._finish(state="interrupted")
             raise
@@ -262,18 +297,22 @@ class Recording:
     ) -> None:
         try:
             self._stack.close()
+            if error is None and not self._remote:
+                self._measure_floors()
         finally:
             done = self._finish(state="complete" if error is None else "interrupted")
         if error is not None:
             return
+        if self._remote:
+            self._measure_floors()
         if done.state != "complete":
-            _log.error(
+            log.error(
                 "the run at %s is %s, not complete: `layerscope recover` seals what is there", self.to, done.state
             )
             if self._settings.strict:
                 raise Incomplete(f"the run at {self.to} is {done.state}: the disk did not take everything in time.")
         ledger = self._ledger
-        if ledger.any_due and not ledger.any_recorded:
+        if ledger.any_due and not (ledger.any_recorded or ledger.any_declined):
             raise NothingRecorded(
                 f"{ledger.forwards} forward{'s' if ledger.forwards > 1 else ''} ran and no tap saw a tensor: "
                 f"{_listed(done.missing)}. `layerscope points MODEL` lists what can be tapped."
@@ -281,6 +320,15 @@ class Recording:
         if self._settings.strict and (done.missing or done.dropped):
             lost = [*done.missing, *done.dropped]
             raise Incomplete(f"not everything asked for was recorded: {_listed(lost)}.")
+
+    def __del__(self) -> None:
+        """Take the hooks off the model when nobody holds the recording any more, and say that it was never ended."""
+        with suppress(Exception):
+            begun = self._writer is not None or self._memory is not None
+            if begun and self.completeness is None and self._process == os.getpid() and not sys.is_finalizing():
+                self._stack.close()
+                self._finish(state="interrupted")
+                log.warning("a recording of %s was let go before its block ended", type(self._watched).__name__)
 
     def moment(
         self,
@@ -342,13 +390,21 @@ class Recording:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.run.tensor(name)
 
+    def _repr_html_(self) -> str:
+        if self._memory is None and self._writer is None:
+            return "<p>nothing is recorded before the block begins</p>"
+        return self.run._repr_html_()
+
     @property
     def run(self) -> Run | MemoryRun:
         """What has been recorded so far, with the verbs of an opened run."""
         if self._memory is None and self._writer is None:
             raise RuntimeError("nothing is recorded before the block begins: `with record(...) as rec:`.")
         self.flush()
-        return self._memory if self.to is None else open_run(self.to)  # type: ignore[return-value]
+        if self._memory is not None:
+            self._memory._floors = self._floors
+            return self._memory
+        return open_run(self.to)  # type: ignore[arg-type]
 
     @property
     def missing(self) -> list[Missing]:
@@ -371,11 +427,7 @@ class Recording:
 
     def _begun(self, moment: Moment) -> _Step:
         plan, ledger = self._plan, self._ledger
-        try:
-            due = plan.due(moment)
-        except Exception as error:
-            ledger.unscheduled(error)
-            due = ()
+        due = plan.due(moment, ledger.unscheduled)
         if True not in due:
             self._idle.moment = moment
             return self._idle
@@ -410,6 +462,14 @@ class Recording:
             self._ledger.passed(point)
             return
         try:
+            if wish.conditional:
+                with undisturbed():
+                    wish = wish.of(tensor.detach())
+                    if wish:
+                        self._keep(step, request, wish, tensor, call, note)
+                    else:
+                        self._ledger.declined(point)
+                return
             if self._stages and tensor.is_cuda and wish.function is None and not (note or self._note or _modes()):
                 staged = self._staging.stage(tensor, wish)
                 if staged is not None:  # the shortest way, where a model may be waiting for Python
@@ -427,20 +487,25 @@ class Recording:
                         request.recorded = True
                         self._ledger.recorded(point)
                     return
-            if _modes() or _inference_mode():
+            if _transform() is not None:
+                with undisturbed():
+                    tensor, said = unwrapped(tensor)
+                    self._keep(step, request, wish, tensor, call, {**(note or {}), **said} or None)
+            elif _modes() or _inference_mode():
                 with undisturbed():
                     self._keep(step, request, wish, tensor, call, note)
             else:
                 self._keep(step, request, wish, tensor, call, note)
-        except Lost as error:
-            self._lose(point, step.at(call), error)
         except Exception as error:
-            self.failed(point, error)
+            if _is_loss(error):
+                self._lose(point, step.at(call), error)
+            else:
+                self.failed(point, error)
 
     def _lose(self, point: Point, moment: Moment, error: Exception) -> None:
         home = self._writer or self._memory
         assert home is not None
-        home.lose(point, moment, str(error))
+        home.lose(point, moment, str(error) if isinstance(error, Lost) else f"there was no memory for it: {error}")
 
     def _on_whole(self, step: Step, point: Point, value: object, call: int) -> None:
         assert isinstance(step, _Step)
@@ -473,7 +538,7 @@ class Recording:
     ) -> None:
         if wish.function is not None:
             tensor = _as_result(wish.function(tensor.detach()))
-            wish = Wish(True, wish.summary, wish.level)
+            wish = Wish(True, wish.summary, wish.level, axis=wish.axis)
         look = self._taking.look(step.looks, tensor, wish)
         point, moment = request.point, step.moments.get(call) or step.at(call)
         summary = look.summary if wish.summary else None
@@ -517,15 +582,43 @@ class Recording:
         point, moment, copy, summary, note = one
         try:
             kept = None if copy is None else copy()
-            if callable(summary) and not isinstance(summary, Later):
+            if callable(summary):
                 summary = summary()
             run.add(point, moment, tensor=kept, summary=summary, note=note)
-        except Lost as error:
-            run.lose(point, moment, str(error))
         except Exception as error:
-            self.failed(point, error)
+            if _is_loss(error):
+                self._lose(point, moment, error)
+            else:
+                self.failed(point, error)
 
     # The end ------------------------------------------------------------------------------------
+
+    @property
+    def _remote(self) -> bool:
+        """Whether the run can be read only once it is closed."""
+        return self.to is not None and not isinstance(folder(self.to), LocalFolder)
+
+    def _measure_floors(self) -> None:
+        """Measure what others are judged by; what goes wrong is said in the run, which is as good without."""
+        settings = self._settings
+        if not settings.floors or not self._ledger.any_recorded:
+            return
+        home = self._writer or self._memory
+        assert home is not None
+        try:
+            if self._first is None:
+                floors = Floors(left_out=(f"{self._runtime.NAME} runs no twins; its eager source does",))
+            else:
+                floors = measure(self._first, self.run, weights=settings.floors is True, tell=settings.tell)
+            if self.to is None:
+                self._floors = floors
+            else:
+                write_floors(self.to, floors)
+        except Exception as error:
+            floors = Floors(left_out=(f"{type(error).__name__}: {error}",))
+        if not floors.points:
+            log.warning("floors were not measured: %s", "; ".join(floors.left_out))
+        home.manifest = replace(home.manifest, settings=home.manifest.settings | {"floors": floors.sentences()})
 
     def _finish(self, *, state: str) -> Completeness:
         if self.completeness is None:
@@ -535,7 +628,7 @@ class Recording:
             if self._memory is not None:
                 self._settle(self._memory)
             if not self._ledger.forwards and state == "complete":
-                _log.warning("no forward of %s ran while recording: %s", type(self._watched).__name__, _SILENT_BLOCK)
+                log.warning("no forward of %s ran while recording: %s", type(self._watched).__name__, _SILENT_BLOCK)
             if notes := self._runtime.notes(self._watched):
                 home.manifest = replace(home.manifest, settings=home.manifest.settings | notes)
             self.completeness = home.close(
@@ -544,28 +637,55 @@ class Recording:
                 failed=self._ledger.failed_forwards,
                 points=len(self._plan.expected) + sum(map(len, self._plan.ops)),
                 recomputed=self._ledger.recomputed,
-                missing=self._ledger.missing(self._plan, partial(self._runtime.why_silent, self._watched)),
+                missing=[
+                    *self._ledger.missing(self._plan, partial(self._runtime.why_silent, self._watched)),
+                    *self._added(),
+                ],
             )
         return self.completeness
 
-    def _op_named(self, qualified: str) -> str | None:
-        self._ledger.ran(qualified)
-        return self._plan.op_named(qualified)
+    def _added(self) -> list[Missing]:
+        """List what the taps name of the model as it is now, and of what was no part of it when the block began."""
+        new = _names(self._watched) - self._known
+        if not new:
+            return []
+        places = self._runtime.points(self._watched)
+        found: dict[Point, None] = {}
+        for tap in self._plan.taps:
+            with suppress(NoSuchPoint):
+                found.update(dict.fromkeys(select(tap.patterns, places)))
+        return [Missing(str(point), _ADDED) for point in found if point.name in new]
+
+
+def _op_named(recording: Recording, qualified: str) -> str | None:
+    recording._ledger.ran(qualified)
+    return recording._plan.op_named(qualified)
 
 
 def _step_of(moment: Moment) -> tuple[int | None, int, int]:
     return moment.epoch, moment.step, moment.batch
 
 
-def _default(keep: Any, statistics: Level, *, on_disk: bool) -> Wish:
-    if statistics not in ("full", "moments"):
-        raise ValueError(f"statistics={statistics!r} is not known; use 'full' or 'moments'.")
+def _default(keep: Any, statistics: str, *, on_disk: bool) -> Wish:
+    level, axis = level_of(statistics)
     if callable(keep):
-        return Wish(summary=on_disk, level=statistics, function=keep)
-    keep = keep or ("both" if on_disk else "tensor")
+        return Wish(summary=on_disk, level=level, function=keep, axis=axis)
+    keep = keep or ("both" if on_disk or axis is not None else "tensor")
     if keep not in ("tensor", "summary", "both"):
         raise ValueError(f"keep={keep!r} is not known; use 'tensor', 'summary', 'both' or a function of a tensor.")
-    return Wish(keep in ("tensor", "both"), keep in ("summary", "both"), statistics)
+    return Wish(keep in ("tensor", "both"), keep in ("summary", "both"), level, axis=axis)
+
+
+def _names(model: Any) -> set[str]:
+    """Return the names of the modules of a model, where it is made of them."""
+    return {unwrapped_name(name) for name, _ in model.named_modules()} if isinstance(model, torch.nn.Module) else set()
+
+
+def _is_loss(error: Exception) -> bool:
+    """Tell whether an error is this record's alone, and not the point's: it was too much, this once."""
+    if isinstance(error, (Lost, MemoryError, torch.OutOfMemoryError)):
+        return True
+    return "can't allocate memory" in str(error) or getattr(error, "errno", None) == errno.ENOMEM
 
 
 def _as_result(value: Any) -> torch.Tensor:

@@ -6,8 +6,8 @@
 
 The copy into a staging buffer runs on the model's own stream, so that it holds what was there in the hook, whatever
 changes the tensor afterwards. A launch, a copy to the host and the Python around them would cost several times as much
-there. A buffer leaves when it is full or the step ends. It is small, so that a copy the model itself waits for never
-stands behind many of ours.
+there. A buffer leaves when it is full or the step ends. One whose bytes go to the host is small, so that a copy the
+model itself waits for never stands behind many of ours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Staged", "Staging"]
 
 _SMALL = 2 << 20  # bytes of a tensor that is staged; a larger one is copied or reduced at once
-_ROOM = 8 << 20  # bytes of a buffer
+_ROOM = {False: 64 << 20, True: 16 << 20}  # bytes of a buffer, by whether they go to the host: see above
 _BUFFERS = 3  # of a stream, whose bytes may be on their way to the host, before a new one waits for the first
 
 _Key = tuple[int, int, bool]  # device, stream, and whether the bytes are wanted on the host
@@ -40,60 +40,72 @@ _Key = tuple[int, int, bool]  # device, stream, and whether the bytes are wanted
 class Staged:
     """A tensor that was copied to a staging buffer, and what is wanted of it."""
 
-    __slots__ = ("_staging", "address", "arrival", "at", "buffer", "count", "dtype", "later", "lost", "shape", "wish")
+    __slots__ = ("arrival", "at", "buffer", "dtype", "later", "lost", "shape", "wish")
 
-    def __init__(self, staging: Staging, buffer: _Buffer, at: int, tensor: torch.Tensor, wish: Wish) -> None:
-        self._staging = staging
+    arrival: Arrival  # these are there once it was sent
+    later: Callable[[], Summary]
+    lost: Lost  # why its values never arrive
+
+    def __init__(self, buffer: _Buffer, at: int, tensor: torch.Tensor, wish: Wish) -> None:
         self.buffer: _Buffer | None = buffer  # None once it was sent
         self.at = at
-        self.address = buffer.address + at
-        self.count = tensor.numel()
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.wish = wish
-        self.arrival: Arrival | None = None
-        self.later: Callable[[], Summary] | None = None
-        self.lost: Lost | None = None  # why its values never arrive
+
+    @property
+    def device(self) -> torch.device:
+        """Where the copy lies, until it is sent."""
+        assert self.buffer is not None
+        return self.buffer.lane.device
+
+    @property
+    def address(self) -> int:
+        """Where the copy lies on the device, until it is sent."""
+        assert self.buffer is not None
+        return self.buffer.address + self.at
 
     @property
     def values(self) -> torch.Tensor:
         """The copy on the device, until it is sent."""
         assert self.buffer is not None
-        size = self.count * self.dtype.itemsize
+        size = self.shape.numel() * self.dtype.itemsize
         return self.buffer.memory[self.at : self.at + size].view(self.dtype).view(self.shape)
 
     def tensor(self) -> torch.Tensor:
         """Wait for the values."""
         self._sent()
-        if self.arrival is None:
-            raise self.lost or RuntimeError("it could not be sent from the device")
+        if not hasattr(self, "arrival"):
+            raise getattr(self, "lost", None) or RuntimeError("it could not be sent from the device")
         return self.arrival()
 
     def summary(self) -> Summary:
         """Wait for the statistics."""
         self._sent()
-        if self.later is None:
+        if not hasattr(self, "later"):
             raise RuntimeError("its statistics could not be launched")
         return self.later()
 
     def leave(self) -> None:
         """Have it leave, though nobody waits for it."""
         self._sent()
-        leave(self.arrival)
-        leave(self.later)
+        leave(getattr(self, "arrival", None))
+        leave(getattr(self, "later", None))
 
     def _sent(self) -> None:
         if self.buffer is not None:
-            self._staging.send()
+            self.buffer.staging.send()
 
 
 class _Buffer:
     """Memory of a device that is filled on one stream, and what was staged in it."""
 
-    def __init__(self, lane: Lane, raw: int) -> None:
+    def __init__(self, staging: Staging, lane: Lane, raw: int, room: int) -> None:
+        self.staging = staging
         self.lane = lane
         self.raw = raw
-        self.memory = torch.empty(_ROOM, dtype=torch.uint8, device=lane.device)
+        self.room = room
+        self.memory = torch.empty(room, dtype=torch.uint8, device=lane.device)
         self.memory.record_stream(lane.side)  # whoever has this memory next waits for our copies
         self.address = self.memory.data_ptr()
         self.at = 0
@@ -113,8 +125,8 @@ class Staging:
 
     def stage(self, tensor: torch.Tensor, wish: Wish) -> Staged | None:
         """Copy a small tensor that lies on the current GPU; every line counts where a model waits for Python."""
-        size, place = tensor.nbytes, tensor.get_device()
-        if not 0 < size <= _SMALL or not lies_plainly(tensor, place):
+        place = tensor.get_device()
+        if not lies_plainly(tensor, place) or not 0 < (size := tensor.nbytes) <= _SMALL:
             return None
         address, raw = tensor.data_ptr(), current_stream(place)
         if not address:  # it lies nowhere
@@ -122,7 +134,7 @@ class Staging:
         key = place, raw, wish.tensor
         with self._lock:
             buffer = self._open.get(key)
-            if buffer is None or buffer.at + size > _ROOM:
+            if buffer is None or buffer.at + size > buffer.room:
                 if buffer is not None:
                     self._send(key, buffer)
                 buffer = self._opened(key)
@@ -131,7 +143,7 @@ class Staging:
             at = buffer.at
             buffer.at = (at + size + 63) & -64
             self._copy[place](buffer.address + at, address, size, raw)
-            staged = Staged(self, buffer, at, tensor, wish)
+            staged = Staged(buffer, at, tensor, wish)
             buffer.staged.append(staged)
         return staged
 
@@ -156,7 +168,7 @@ class Staging:
             self._idle.clear()
 
     def _opened(self, key: _Key) -> _Buffer | None:
-        place, raw, _ = key
+        place, raw, to_host = key
         if place not in self._copy:
             if why_no_driver():
                 return None
@@ -167,7 +179,7 @@ class Staging:
             if buffer.left is not None:
                 buffer.left.wait(buffer.lane.origin(raw))  # the device waits, not we
         else:
-            buffer = _Buffer(lane_of(torch.device("cuda", place)), raw)
+            buffer = _Buffer(self, lane_of(torch.device("cuda", place)), raw, _ROOM[to_host])
         self._open[key] = buffer
         return buffer
 

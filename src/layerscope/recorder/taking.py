@@ -9,7 +9,6 @@ another: torch counts changes in place, but not those of `.data`, numpy or a ker
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,38 +18,39 @@ import numpy as np
 import torch
 
 from layerscope.errors import Unsupported
+from layerscope.log import log
 from layerscope.recorder.copying import Arena, Pool, dtype_name, plain, same_bits
 from layerscope.recorder.devices import Statistics
 from layerscope.recorder.lanes import is_capturing, lane_of
 from layerscope.recorder.staging import Staged, Staging
-from layerscope.recorder.taps import Level, Plan, Wish
+from layerscope.recorder.taps import Plan, Wish
 from layerscope.stats import Summary, backend, prepare, summarize
-from layerscope.stats.bits import lying
+from layerscope.stats.tensor_views import lying
 from layerscope.store import Blob
 
 __all__ = ["Look", "Taking"]
-
-_log = logging.getLogger("layerscope")
 
 
 class Look:
     """What was taken of one tensor, in one hook."""
 
-    __slots__ = ("blob", "copy", "level", "note", "summary", "tensor")
+    __slots__ = ("blob", "copy", "note", "summary", "taken", "tensor")
 
     def __init__(self) -> None:
         self.tensor: weakref.ref[torch.Tensor] | None = None
         self.copy: Callable[[], torch.Tensor] | None = None  # in memory
         self.blob: Blob | None = None  # on its way to disk
         self.summary: Summary | Callable[[], Summary] | None = None
-        self.level: Level | None = None
+        self.taken: Wish | None = None  # with the statistics that were taken
         self.note: Mapping[str, str] | None = None
 
     def holds(self, tensor: torch.Tensor, wish: Wish) -> bool:
         """Whether all that is wanted of a tensor on the CPU is here: the same object, which still has the same bits."""
         if self.tensor is None or self.tensor() is not tensor or self.copy is None:
             return False
-        return (not wish.summary or self.level in ("full", wish.level)) and same_bits(self.copy(), tensor)
+        taken = self.taken
+        counted = taken is not None and taken.level in ("full", wish.level) and wish.axis in (None, taken.axis)
+        return (not wish.summary or counted) and same_bits(self.copy(), tensor)
 
 
 class Taking:
@@ -75,9 +75,10 @@ class Taking:
             for device in {p.device for p in on_device if p.is_cuda}:
                 lane_of(device).prepare()
         if on_device:
-            self._devices.prepare(on_device, level=plan.default.level if plan.counts else None)
+            level = plan.default.level if plan.counts else None
+            self._devices.prepare(on_device, level=level, channels=plan.counts_channels)
         elif plan.counts:
-            prepare(*_dtypes(parameters))
+            prepare(*_dtypes(parameters), channels=plan.counts_channels)
         return (self._devices.kernels if on_device else backend()) if plan.counts else None
 
     def end(self) -> None:
@@ -86,7 +87,7 @@ class Taking:
             self.staging.send()
             self._devices.fetch()
         except Exception as error:  # whoever waits for the values is told
-            _log.warning("after a step: %s: %s", type(error).__name__, error)
+            log.warning("after a step: %s: %s", type(error).__name__, error)
 
     def close(self) -> None:
         """Have everything leave, and give the memory on devices back."""
@@ -118,7 +119,7 @@ class Taking:
             elif wish.tensor:
                 look.blob = Blob(dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes, partial(_octets, staged))
             return
-        if not wish.tensor and tensor.is_cuda:
+        if not wish.tensor and tensor.is_cuda and wish.axis is None:
             look.summary = self._devices.start(tensor, wish.level)
             if look.summary is not None:
                 return
@@ -129,10 +130,11 @@ class Taking:
             values = tensor
         if wish.summary:
             if values.is_cpu:
-                look.summary = summarize(values, level=wish.level, later=True)
+                look.summary = summarize(values, level=wish.level, channels=wish.axis)
             else:
-                look.summary = self._devices.start(values, wish.level) or self._devices.of(values, level=wish.level)
-            look.level = wish.level
+                early = None if wish.axis is not None else self._devices.start(values, wish.level)
+                look.summary = early or self._devices.of(values, level=wish.level, channels=wish.axis)
+            look.taken = wish
         if wish.tensor and self._in_memory:
             look.copy = self._arena.copy(values)
         elif wish.tensor:

@@ -5,19 +5,21 @@ Tap("model.layers.*", keep="summary", when=every(100))
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from layerscope.errors import BadText
 from layerscope.patterns import Pattern, Place, op_name, select, select_op, split
 from layerscope.points import Leaf, Moment, Point, Side
+from layerscope.recorder.conditions import Condition, condition_of
 from layerscope.schedules import ALWAYS, Schedule
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Keep", "Level", "Plan", "Request", "Tap", "Wish", "plan", "schedule_of", "taps_of"]
+__all__ = ["Keep", "Level", "Plan", "Request", "Tap", "Wish", "level_of", "plan", "schedule_of", "taps_of"]
 
 Level = Literal["full", "moments"]
 Keep = Literal["tensor", "summary", "both"]
@@ -29,14 +31,17 @@ class Tap:
 
     `patterns` is one pattern or several; `keep` is `"tensor"`, `"summary"`, `"both"`, a function of a tensor, or None
     for what `record` was told; `when` is a schedule or its text; `statistics="moments"` leaves out the quantile sketch
-    and the fingerprints, which is faster.
+    and the fingerprints, which is faster, and `"channels"` or `"channels(axis=1)"` adds the statistics of each channel.
+    `if_value` leaves out the records whose value does not meet it: `"absmax > 100"`, `"nonfinite > 0"`, or a function
+    of the tensor, which must not change it.
     """
 
     patterns: str | tuple[str, ...]
     keep: Keep | Callable[[torch.Tensor], Any] | None = None
     when: Schedule | str | None = None
     alias: str | None = None
-    statistics: Level | None = None
+    statistics: str | None = None
+    if_value: Condition | str | None = None
 
     def __post_init__(self) -> None:
         patterns = (self.patterns,) if isinstance(self.patterns, str) else tuple(self.patterns)
@@ -48,10 +53,11 @@ class Tap:
             raise ValueError(
                 f"keep={self.keep!r} is not known; use 'tensor', 'summary', 'both' or a function of a tensor."
             )
-        if self.statistics not in (None, "full", "moments"):
-            raise ValueError(f"statistics={self.statistics!r} is not known; use 'full' or 'moments'.")
+        if self.statistics is not None:
+            level_of(self.statistics)
         object.__setattr__(self, "patterns", patterns)
         object.__setattr__(self, "when", schedule_of(self.when))
+        object.__setattr__(self, "if_value", condition_of(self.if_value))
 
     @property
     def schedule(self) -> Schedule:
@@ -66,6 +72,8 @@ class Tap:
             extra.append(f"keep {getattr(self.keep, '__name__', self.keep)}")
         if self.schedule != ALWAYS:
             extra.append(f"when {self.schedule}")
+        if self.if_value is not None:
+            extra.append(f"if {getattr(self.if_value, '__name__', self.if_value)}")
         return f"{text} ({', '.join(extra)})" if extra else text
 
 
@@ -77,6 +85,8 @@ class Wish:
     summary: bool = False
     level: Level = "moments"
     function: Callable[[torch.Tensor], Any] | None = None
+    axis: int | None = None  # of the channels that are wanted
+    conditional: tuple[tuple[Condition, Wish], ...] = ()  # what is wanted of values that meet a condition
 
     def __or__(self, other: Wish) -> Wish:
         return Wish(
@@ -84,10 +94,20 @@ class Wish:
             self.summary or other.summary,
             "full" if "full" in (self.level, other.level) else "moments",
             self.function or other.function,
+            other.axis if self.axis is None else self.axis,
+            self.conditional + other.conditional,
         )
 
     def __bool__(self) -> bool:
-        return self.tensor or self.summary or self.function is not None
+        return self.tensor or self.summary or self.function is not None or bool(self.conditional)
+
+    def of(self, tensor: torch.Tensor) -> Wish:
+        """Return what is wanted of this value; every condition is asked."""
+        whole = replace(self, conditional=())
+        for condition, wish in self.conditional:
+            if condition(tensor):
+                whole |= wish
+        return whole
 
 
 _NOTHING = Wish()
@@ -114,7 +134,8 @@ class Plan:
     _due: dict[tuple[bool, ...], dict[Point, Request]] = field(default_factory=dict)
     _requests: dict[tuple[bool, ...], dict[int, Request]] = field(default_factory=dict)
     _askers: dict[tuple[str, Side, bool], list[tuple[Leaf, int]]] = field(default_factory=dict)
-    _wishes: list[Wish] = field(default_factory=list)  # of each tap
+    wishes: list[Wish] = field(default_factory=list)  # of each tap
+    conditions: list[Condition | None] = field(default_factory=list)  # of each tap
     _own: list[Schedule | None] = field(default_factory=list)  # the schedules of the taps that have one
     _shares: bool = False  # whether any tap has none,
     _differs: bool = False  # and whether any has one
@@ -122,7 +143,8 @@ class Plan:
     _none: tuple[bool, ...] = ()  # and where none is
 
     def __post_init__(self) -> None:
-        self._wishes = [self._of(tap) for tap in self.taps]
+        self.wishes = [self._of(tap) for tap in self.taps]
+        self.conditions = [condition_of(tap.if_value) for tap in self.taps]
         self._own = [None if tap.when is None else tap.schedule for tap in self.taps]
         self._shares = any(own is None for own in self._own)
         self._differs = any(own is not None for own in self._own)
@@ -153,7 +175,12 @@ class Plan:
     @property
     def counts(self) -> bool:
         """Whether any tap asks for statistics."""
-        return any(wish.summary for wish in self._wishes)
+        return any(wish.summary for wish in self.wishes)
+
+    @property
+    def counts_channels(self) -> bool:
+        """Whether any tap asks for statistics of channels."""
+        return any(wish.summary and wish.axis is not None for wish in self.wishes)
 
     @property
     def aliases(self) -> dict[str, list[str]]:
@@ -164,12 +191,23 @@ class Plan:
             if tap.alias is not None
         }
 
-    def due(self, moment: Moment) -> tuple[bool, ...]:
-        """Tell for each tap whether its schedule says yes; the same object again where they say the same."""
-        usual = self._shares and (self.when is None or bool(self.when(moment)))
-        if not self._differs:
+    def due(self, moment: Moment, raised: Callable[[int, Moment, Exception], None] | None = None) -> tuple[bool, ...]:
+        """Tell for each tap whether its schedule says yes; the same object again where they say the same.
+
+        A schedule that raises says no, for its own taps alone; `raised` is told which.
+        """
+        usual: bool | Exception = self._shares
+        if usual and self.when is not None:
+            usual = _says(self.when, moment)
+        if not self._differs and isinstance(usual, bool):
             return self._all if usual else self._none
-        return tuple([usual if own is None else bool(own(moment)) for own in self._own])
+        due = [usual if own is None else _says(own, moment) for own in self._own]
+        for tap, answer in enumerate(due):
+            if isinstance(answer, Exception):
+                if raised is None:
+                    raise answer
+                raised(tap, moment, answer)
+        return tuple([answer is True for answer in due])
 
     def op_named(self, qualified: str) -> str | None:
         """Return the name under which an operation that ran is recorded, None when no tap wants it."""
@@ -206,16 +244,46 @@ class Plan:
         wish = _NOTHING
         for leaf, tap in self._askers.get((point.name, point.side, point.op), ()):
             if due[tap] and point.leaf[: len(leaf)] == leaf:
-                wish = self._wishes[tap] if wish is _NOTHING else wish | self._wishes[tap]
+                own, condition = self.wishes[tap], self.conditions[tap]
+                own = own if condition is None else Wish(conditional=((condition, own),))
+                wish = own if wish is _NOTHING else wish | own
         return wish
 
     def _of(self, tap: Tap) -> Wish:
-        level = tap.statistics or self.default.level
+        default = self.default
+        level, axis = (default.level, default.axis) if tap.statistics is None else level_of(tap.statistics)
         if tap.keep is None:
-            return Wish(self.default.tensor, self.default.summary, level, self.default.function)
+            asks = tap.statistics is not None and axis is not None
+            return Wish(default.tensor, default.summary or asks, level, default.function, axis)
         if callable(tap.keep):
-            return Wish(summary=self.default.summary, level=level, function=tap.keep)
-        return Wish(tap.keep in ("tensor", "both"), tap.keep in ("summary", "both"), level)
+            return Wish(summary=default.summary, level=level, function=tap.keep, axis=axis)
+        return Wish(tap.keep in ("tensor", "both"), tap.keep in ("summary", "both"), level, axis=axis)
+
+
+def _says(schedule: Schedule, moment: Moment) -> bool | Exception:
+    try:
+        return bool(schedule(moment))
+    except Exception as error:
+        return error
+
+
+def level_of(statistics: str) -> tuple[Level, int | None]:
+    """Read which statistics are asked for: how much of each tensor, and the axis of its channels, if of any.
+
+    >>> level_of("channels(axis=1)")
+    ('full', 1)
+    """
+    match statistics:
+        case "full" | "moments":
+            return statistics, None
+        case "channels":
+            return "full", -1
+    stated = re.fullmatch(r"channels\(axis=(-?\d{1,2})\)", str(statistics).replace(" ", ""))
+    if stated is None:
+        raise ValueError(
+            f"statistics={statistics!r} is not known; use 'full', 'moments', 'channels' or 'channels(axis=1)'."
+        )
+    return "full", int(stated[1])
 
 
 def schedule_of(when: Any) -> Schedule | None:
@@ -274,15 +342,21 @@ def plan(
 
 def _aliased(alias: str, wanted: Any) -> Tap:
     if isinstance(wanted, Tap):
-        return Tap(wanted.patterns, wanted.keep, wanted.when, alias, wanted.statistics)
+        return replace(wanted, alias=alias)
     return Tap(str(wanted) if isinstance(wanted, (str, Pattern)) else tuple(map(str, wanted)), alias=alias)
 
 
 def _refuse_conflicts(whole: Plan) -> None:
-    """Two taps may overlap; two functions of one point cannot both be its record."""
+    """Two taps may overlap; two functions of one point cannot both be its record, nor channels of two axes."""
     kept: dict[Point, Any] = {}
-    for tap, points in zip(whole.taps, whole.points, strict=True):
+    axes: dict[Point, int] = {}
+    for tap, points, wish in zip(whole.taps, whole.points, whole.wishes, strict=True):
         for point in points:
+            if wish.axis is not None and axes.setdefault(point, wish.axis) != wish.axis:
+                raise BadText(
+                    f"two taps want channels of {point} along axis {axes[point]} and axis {wish.axis}; "
+                    "exclude it from one of them with '!...'."
+                )
             before = kept.setdefault(point, tap.keep)
             if before is not tap.keep and before != tap.keep and (callable(before) or callable(tap.keep)):
                 raise BadText(

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,6 +14,9 @@ from torch.autograd.graph import Node
 
 from layerscope.points import Leaf
 from layerscope.runtimes.sink import Step
+
+if TYPE_CHECKING:
+    from layerscope.runtimes.shares import Aside
 
 __all__ = ["Call", "Calls", "Local", "Special", "is_running", "modules_running"]
 
@@ -27,6 +30,7 @@ class Special(NamedTuple):
     follow: bool  # whether gradients will flow through it
     first_node: int = 0  # autograd's number for the next node when the call began
     sources: tuple[tuple[Leaf, Node, int], ...] = ()  # where the inputs' gradients will flow to
+    aside: Aside | None = None  # the same call made on the side, where one tensor is several inputs
 
 
 # One call of a watched module, while it runs: the module's name; the step; the number of this call within it; the

@@ -12,7 +12,6 @@ to see what the looks change in the output.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from layerscope.errors import Unsupported
+from layerscope.log import log
 from layerscope.points import Leaf, Point
 from layerscope.runtimes import eager
 from layerscope.runtimes.forwards import Forwards, Redirected
@@ -32,7 +32,6 @@ from layerscope.runtimes.values import argument_leaves, leaves
 
 __all__ = ["TorchCompile"]
 
-_log = logging.getLogger("layerscope")
 _SHARED_CODE = (
     "shared compiled code: the model breaks into several graphs, and what was compiled before the recording began "
     "is used again here; call torch._dynamo.reset() before the recording, or compile with fullgraph=True"
@@ -91,7 +90,7 @@ class TorchCompile:
         def run(*args: Any, **kwargs: Any) -> Any:
             value, taken = self._observer.run(tapped.run, tapped.untapped, args, kwargs, model=model)
             for look, found in taken:
-                look.tell(forwards, found)
+                forwards.safely(look.tell, forwards, found)
             return value
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +205,7 @@ class _Tapped:
         with self._lock:
             self._attach()
             if not self._ran:
-                _log.warning(
+                log.warning(
                     "a model that torch.compile runs is compiled once more, with what is recorded of %d modules in its "
                     "graph; later recordings of the same modules use it again",
                     len(self._looks),

@@ -27,6 +27,7 @@ from layerscope.runtimes.watcher import Watcher
 
 __all__ = [
     "NAME",
+    "ModuleTree",
     "Modules",
     "check",
     "compiled_parts",
@@ -64,6 +65,26 @@ def modules_of(model: torch.nn.Module) -> Modules:
     found = Modules({}, {})
     _walk(model, "", found, {}, frozenset())
     return found
+
+
+class ModuleTree:
+    """Where the modules of a model hang, to see at a glance whether one was put in another's place."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._held = self._now()
+
+    def changed(self) -> dict[str, torch.nn.Module] | None:
+        """Return the modules by their names when they are not those of the last time; None while they are."""
+        for held, key, child in self._held:
+            if held.get(key) is not child:
+                self._held = self._now()
+                return {**modules_of(self._model).by_name, _WRAPPER: self._model}
+        return None
+
+    def _now(self) -> list[tuple[dict[str, Any], str, Any]]:
+        modules = self._model.modules()
+        return [(above._modules, key, child) for above in modules for key, child in above._modules.items()]
 
 
 def _walk(module: torch.nn.Module, raw: str, found: Modules, first_name: dict[int, str], above: frozenset[int]) -> None:
@@ -153,11 +174,10 @@ def watch(
     else:
         places.setdefault(root, frozenset())
     with ExitStack() as stack:
+        stack.callback(watcher.close)
         for name, sides in places.items():
-            pair = watcher.pair(by_name[name], name, sides)
-            stack.callback(pair.off)
-            pair.on()
-        stack.callback(watcher.close)  # before the hooks go: none is put on again
+            watcher.pair(by_name[name], name, sides).on()
+        watcher.tree = ModuleTree(model)
         if ops is not None:
             stack.enter_context(OpWatch(ops, watcher.local, sink))
         yield model

@@ -22,27 +22,22 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from layerscope.errors import Unsupported
 from layerscope.patterns import Place
 from layerscope.points import Side
+from layerscope.runtimes.export_archives import NAME, NOWHERE, places, refuse
 from layerscope.runtimes.forwards import Forwards, tell
 from layerscope.runtimes.runtime import Wanted, Weights
-from layerscope.runtimes.scopes import ModuleCall, ScopedNode, module_calls, places_of
+from layerscope.runtimes.scopes import ModuleCall, ScopedNode, module_calls
 from layerscope.runtimes.sink import Sink
 from layerscope.runtimes.values import leaves
 
 __all__ = ["NAME", "check", "notes", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
 
-NAME = "export"
-
-_NOWHERE = "_empty_nn_module_stack_from_metadata_hook"  # what torch puts on nodes it made itself
-
 
 def points(program: ExportedProgram) -> list[Place]:
     """Return the modules that the program remembers, with the class of those that computed something."""
-    kinds = {name: kind for node in program.graph.nodes for name, kind in _stack(node).values()}
     named = [entry.fqn for entry in program.module_call_graph if "@" not in entry.fqn]
-    return places_of({name: kinds.get(name, "") for name in dict.fromkeys([*named, *kinds])})
+    return places(named, (list(_stack(node).values()) for node in program.graph.nodes))
 
 
 def notes(program: ExportedProgram) -> dict[str, Any]:
@@ -76,16 +71,7 @@ def weights(program: ExportedProgram) -> Weights:
 
 def check(program: ExportedProgram, wanted: Wanted, *, ops: bool) -> None:
     """Refuse gradients, and a program whose operations have lost the names of their modules."""
-    if any(side.startswith("grad") for sides in wanted.values() for side in sides):
-        raise Unsupported(
-            "gradients are not seen inside an exported program, which computes a forward alone; "
-            "record them on the module it was made from."
-        )
-    if any(wanted) and not any(_stack(node) for node in program.graph.nodes):
-        raise Unsupported(
-            "the operations of this exported program have lost the names of their modules, so no module can be found "
-            "in it; record `op:...`, or compile it again with layerscope.compile(..., record_layer_outputs=True)."
-        )
+    refuse(wanted, named=any(_stack(node) for node in program.graph.nodes))
 
 
 @contextmanager
@@ -212,7 +198,7 @@ def _stack(node: Node) -> dict[str, tuple[str, str]]:
     return {
         key: (name.partition("@")[0], kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
         for key, (name, kind) in stack.items()
-        if name != _NOWHERE
+        if name != NOWHERE
     }
 
 

@@ -1,10 +1,11 @@
-"""Files and folders that hold a model: told apart by their contents, opened with the library that made them.
+"""Files and folders that hold a model: told apart by their contents, listed, opened with the library that made them.
 
-    opened("model.pt2")            # a torch.export.ExportedProgram
+    listed("model.pt2")            # what is in it: nothing is loaded, nothing runs
+    opened("model.pt2")            # a torch.export.ExportedProgram, to be run
     opened(model)                  # what is no path comes back as it is
 
-To open a file runs no pickle: TorchScript has a reader of its own, and an export is looked through first, because
-torch would unpickle whatever its configuration asks it to.
+A TorchScript or .pt2 file is a program, and to open one is to run it: torch evaluates what its texts say. Pickles are
+refused all the same, for nobody expects them there.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import json
 import os
 import warnings
 import zipfile
-import zlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from layerscope.errors import BadModel, Unsupported
+from layerscope.runtimes.archives import BROKEN, EXPECTED, MEND, Archive
 
-__all__ = ["MEND", "SUFFIXES", "TAPS", "damage", "is_file", "kind_of", "opened"]
+if TYPE_CHECKING:
+    from layerscope.runtimes.listing import Listing
+
+__all__ = ["MEND", "SUFFIXES", "TAPS", "damage", "is_file", "kind_of", "listed", "opened"]
 
 Kind = Literal["torchscript", "export", "onnx", "aoti", "neff", "tensorrt", "ort", "compiled"]
 
@@ -39,10 +43,9 @@ _ZIPS = (".pt", ".pth", ".ts", ".pt2")
 SUFFIXES = (*_ZIPS, *_BY_SUFFIX)
 _ZIP = b"PK\x03\x04"  # how an archive begins
 _PICKLE = b"\x80"
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError)  # what a damaged archive raises
-_ARCHIVE = "a zip archive as torch.jit.save and torch.export.save write it"
-MEND = "copy it from where it is whole, or save the model again"
 _PLAIN = ("weight_", "tensor_")  # how an export calls the files it reads as bytes
+_LEGACY = ("serialized_state_dict.json", "serialized_constants.json")  # pickles of torch 2.1, whatever they are called
+_LARGEST = 64 << 20
 
 _OPAQUE: dict[Kind, str] = {
     "aoti": f"an AOTInductor package, machine code in which no layer is left to tap; {_AGAIN}",
@@ -93,11 +96,25 @@ def opened(model: Any) -> Any:
     return _read_torchscript(path) if kind == "torchscript" else _read_export(path)
 
 
+def listed(path: Path) -> Listing | None:
+    """Return what a file of a program says of itself, without running it; None for what is no such file."""
+    kind = kind_of(path)
+    if kind == "export":
+        from layerscope.runtimes.export_archives import read_export
+
+        return read_export(path)
+    if kind == "torchscript":
+        from layerscope.runtimes.script_archives import read_script
+
+        return read_script(path)
+    return None
+
+
 def _inside(path: Path) -> Kind | None:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (*_BROKEN, OSError):
+    except (*BROKEN, OSError):
         return None
     folders = {name.partition("/")[2].rpartition("/")[0] for name in names}
     if any(folder.startswith("data/aotinductor") for folder in folders):
@@ -111,7 +128,7 @@ def _why_not(path: Path) -> str:
     if not path.exists():
         return "is not a file that is there"
     if path.suffix.lower() in _ZIPS:
-        return damage(path, _ARCHIVE, begins=(_ZIP, _PICKLE)) or (
+        return damage(path, EXPECTED, begins=(_ZIP, _PICKLE)) or (
             "holds no code: weights alone are not a model, and a pickled module is not read; give the function that "
             "makes it, file.py:function"
         )
@@ -127,7 +144,7 @@ def damage(path: Path, expected: str, *, begins: tuple[bytes, ...]) -> str:
             zipfile.ZipFile(path).close()
     except OSError as error:
         return f"cannot be read: {error.strerror or type(error).__name__}"
-    except _BROKEN:
+    except BROKEN:
         how = "is damaged, no longer" if zipfile.is_zipfile(path) else "ends too early for"
         return f"{how} {expected}; {MEND}"
     if start.startswith(begins):
@@ -161,10 +178,7 @@ def _read_torchscript(path: Path) -> Any:
 def _read_export(path: Path) -> Any:
     import torch
 
-    try:
-        _refuse_pickles(path)
-    except _BROKEN as error:
-        raise BadModel(f"{str(path)!r} is damaged, no longer {_ARCHIVE}; {MEND}.") from error
+    _refuse_pickles(path)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # torch's own, in torch 2.11
@@ -176,16 +190,25 @@ def _read_export(path: Path) -> Any:
 
 def _refuse_pickles(path: Path) -> None:
     """Refuse an export that torch could only load by running a pickle."""
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            content = archive.read(name) if name.endswith((".pt", "_config.json")) else b""
-            if (name.endswith(".pt") and not _is_plain(content)) or (
-                name.endswith("_config.json") and _asks_for_pickle(content)
-            ):
-                raise Unsupported(
-                    f"{str(path)!r} holds objects that only a pickle can make ({name}), and reading one can run any "
-                    "code; if you trust the file, load it with torch.export.load and record the program."
-                )
+    archive = Archive(path)
+    for name in archive.names:
+        try:
+            pickled = _is_pickled(archive, name)
+        except BROKEN as error:
+            raise error if isinstance(error, BadModel) else archive.damaged() from error
+        if pickled:
+            raise Unsupported(
+                f"{str(path)!r} holds objects that only a pickle can make ({name}), and reading one can run any "
+                "code; if you trust the file, load it with torch.export.load and record the program."
+            )
+
+
+def _is_pickled(archive: Archive, name: str) -> bool:
+    folded = name.casefold()  # torch does not tell model.PT from model.pt
+    if folded.endswith("_config.json"):
+        return _asks_for_pickle(archive.read(name, most=_LARGEST))
+    held = folded.endswith(".pt") or folded in _LEGACY
+    return held and not _is_plain(archive.read(name, most=archive.path.stat().st_size))
 
 
 def _asks_for_pickle(config: bytes) -> bool:
@@ -195,12 +218,10 @@ def _asks_for_pickle(config: bytes) -> bool:
 
 def _is_plain(content: bytes) -> bool:
     """Tell whether a .pt file holds tensors and containers alone."""
-    import pickle
-
     import torch
 
     try:
         torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
+    except Exception:  # of what is none, torch's reader raises whatever comes
         return False
     return True

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -97,18 +97,24 @@ class Forwards:
 
         `root` are the wanted sides of the model itself, whose inputs and outputs are those of the call.
         """
-        if os.getpid() != self._process or self.step is not None:
+        step = self._begin()
+        if step is None:
             return plain(*args, **kwargs)
-        with self._begun() as step:
+        failed = True
+        try:
             if step.idle:
-                return plain(*args, **kwargs)
-            number = step.call("")
-            if "input" in root:
-                self.tell("", "input", args, call=number, named=kwargs)
-            value = tapped(*args, **kwargs)
-            if "output" in root:
-                self.tell("", "output", value, call=number)
+                value = plain(*args, **kwargs)
+            else:
+                number = self._local.within[0].call
+                if "input" in root:
+                    self.tell("", "input", args, call=number, named=kwargs)
+                value = tapped(*args, **kwargs)
+                if "output" in root:
+                    self.tell("", "output", value, call=number)
+            failed = False
             return value
+        finally:
+            self._end(step, failed=failed)
 
     def enter(self, call: object, name: str) -> int:
         """Number a call of a module that begins; `call` is what it is found by when it ends."""
@@ -121,17 +127,30 @@ class Forwards:
         """Return the number of a call that ends."""
         return self._local.under_way[call].pop()  # type: ignore[no-any-return]
 
-    @contextmanager
-    def _begun(self) -> Iterator[Step]:
-        step = self.sink.begin()
-        self._local.step, self._local.within, self._local.under_way = step, [Frame("", 0)], {}
-        failed = True
+    def _begin(self) -> Step | None:
+        """Begin a forward; None in a forked child, and inside another."""
         try:
-            yield step
-            failed = False
-        finally:
-            self._local.step = None
+            if os.getpid() != self._process or self.step is not None:
+                return None
+            step = self.sink.begin()
+            number = 0 if step.idle else step.call("")
+        except Exception as error:
+            self._failed(Point(""), error)
+            return None
+        self._local.step, self._local.within, self._local.under_way = step, [Frame("", number)], {}
+        self._local.lost = False  # whether a look raised: the frames are then not those of the forward
+        return step
+
+    def _end(self, step: Step, *, failed: bool) -> None:
+        self._local.step = None
+        try:
             self.sink.end(step, failed=failed)
+        except Exception as error:
+            self._failed(Point(""), error)
+
+    def _failed(self, point: Point, error: Exception) -> None:
+        with suppress(Exception):
+            self.sink.failed(point, error)
 
     def plant(self, look: Callable[[object], None]) -> int:
         """Return the number under which a graph finds `look`."""
@@ -140,13 +159,23 @@ class Forwards:
 
     def looked(self, look: int, value: object) -> None:
         """Have a planted look take place, when a forward runs that is recorded."""
-        step = self.step
-        if step is None or step.idle:
-            return
         try:
-            self._looks[look](value)
+            step = self.step
+            if step is not None and not step.idle and not self._local.lost:
+                self._looks[look](value)
         except Exception as error:
-            self.sink.failed(Point(self.within[-1].name), error)
+            self._local.lost = True
+            at = self._local.within[-1].name if self._local.within else ""
+            self._failed(
+                Point(at), RuntimeError(f"{type(error).__name__}: {error}; the rest of the forward is not recorded")
+            )
+
+    def safely(self, look: Callable[..., None], *values: object) -> None:
+        """Have a look take place after the model ran; what it raises is its own affair."""
+        try:
+            look(*values)
+        except Exception as error:
+            self._failed(Point(""), error)
 
     def tell(
         self,
@@ -160,14 +189,17 @@ class Forwards:
         op: bool = False,
     ) -> None:
         """Tell the sink each tensor of a value; of an input, `value` are the positional arguments."""
-        found = argument_leaves(value, named or {}) if isinstance(value, tuple) and side == "input" else leaves(value)
-        step = self.step
-        assert step is not None
-        if not found:
-            self.sink.empty(Point(name, side, op=op), because=f"its {side} holds no tensor: {describe(value)}")
-        self.tell_leaves(name, side, found, call=call, note=note, op=op)
-        if step.whole is not None and not op:
-            step.whole(step, Point(name, side), value, call)
+        try:
+            given = value if isinstance(value, tuple) and side == "input" else None
+            found = leaves(value) if given is None else argument_leaves(given, named or {})
+            if not found:
+                self.sink.empty(Point(name, side, op=op), because=f"its {side} holds no tensor: {describe(value)}")
+            self.tell_leaves(name, side, found, call=call, note=note, op=op)
+            step = self.step
+            if step is not None and step.whole is not None and not op:
+                step.whole(step, Point(name, side), value, call)
+        except Exception as error:
+            self._failed(Point(name, side, op=op), error)
 
     def tell_leaves(
         self,
@@ -180,13 +212,11 @@ class Forwards:
         op: bool = False,
     ) -> None:
         """Tell the sink tensors that were taken out of their value already."""
-        step = self.step
-        assert step is not None
         try:
             for leaf, tensor in found:
-                self.sink.seen(step, self._point(name, side, leaf, op), tensor, call=call, note=note)
+                self.sink.seen(self._local.step, self._point(name, side, leaf, op), tensor, call=call, note=note)
         except Exception as error:
-            self.sink.failed(Point(name, side, op=op), error)
+            self._failed(Point(name, side, op=op), error)
 
     def _point(self, name: str, side: Side, leaf: Leaf, op: bool) -> Point:
         key = (name, side, leaf, op)

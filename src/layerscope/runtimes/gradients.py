@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +76,7 @@ def follow_outputs(watcher: Watcher, call: Call, value: object) -> None:
     """Watch the gradients of what a call returned."""
     for leaf, tensor in leaves(value):
         if tensor.requires_grad:
-            tensor.register_hook(_Gradient(watcher, call, "grad_output", leaf))  # type: ignore[no-untyped-call]
+            tensor.register_hook(Gradient(watcher, call, "grad_output", leaf))  # type: ignore[no-untyped-call]
 
 
 def follow_inputs(watcher: Watcher, call: Call, value: object) -> None:
@@ -86,7 +87,7 @@ def follow_inputs(watcher: Watcher, call: Call, value: object) -> None:
     """
     special = call[-1]
     assert special is not None
-    flows = {(id(node), nr): _Inflow(watcher, call, leaf, node) for leaf, node, nr in special.sources}
+    flows = {(id(node), nr): Inflow(watcher, call, leaf, node) for leaf, node, nr in special.sources}
     pending: list[Node] = []
     for _, tensor in leaves(value):
         if tensor.requires_grad:
@@ -112,7 +113,7 @@ def follow_inputs(watcher: Watcher, call: Call, value: object) -> None:
                 pending.append(following)
 
 
-class _Gradient:
+class Gradient:
     """A hook on one tensor of the graph; it holds the watcher weakly, for graphs outlive recordings."""
 
     def __init__(self, watcher: Watcher, call: Call, side: Side, leaf: Leaf) -> None:
@@ -121,49 +122,70 @@ class _Gradient:
         self.point = Point(name, side, leaf)
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        watcher = self.watcher()
-        if watcher is None or not watcher.live:
-            return
-        watcher.local.looking = True
         try:
-            watcher.sink.seen(self.step, self.point, gradient, call=self.number)
+            watcher = self.watcher()
+            if watcher is None or not watcher.live:
+                return
+            watcher.local.looking = True
+            try:
+                watcher.sink.seen(self.step, self.point, gradient, call=self.number)
+            finally:
+                watcher.local.looking = False
         except Exception as error:
-            watcher.sink.failed(self.point, error)
-        finally:
-            watcher.local.looking = False
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """Say that the gradient is not recorded; the model's backward goes on."""
+        watcher = self.watcher()
+        if watcher is not None and watcher.live:
+            with suppress(Exception):
+                watcher.sink.failed(self.point, error)
 
 
-class _Inflow:
+class Inflow:
     """The gradient that flows into one input of one call, added up over the edges it arrives by."""
 
     def __init__(self, watcher: Watcher, call: Call, leaf: Leaf, source: Node) -> None:
-        self.tell = _Gradient(watcher, call, "grad_input", leaf)
+        self.tell = Gradient(watcher, call, "grad_input", leaf)
         self.source = source  # kept alive: its id is the key it is found by
         self.edges = 0
         self.arrived = 0
         self.total: torch.Tensor | None = None
+        self.lost = False  # some of it could not be added
 
     def expect(self, node: Node, position: int) -> None:
+        """Wait for what arrives at `position` of a node's inputs."""
         self.edges += 1
 
         def arrive(gradients: tuple[torch.Tensor | None, ...], _: object) -> None:
-            self._arrive(gradients[position] if position < len(gradients) else None)
+            self.arrive(gradients[position] if position < len(gradients) else None)
 
         node.register_hook(arrive)
 
-    def _arrive(self, gradient: torch.Tensor | None) -> None:
-        if self.arrived == 0:
-            # Some edges may stay silent (autograd.grad of a part of the graph): what came is told at the end.
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._tell)
-        self.arrived += 1
-        if gradient is not None:
-            with torch.no_grad():
-                self.total = gradient.detach() if self.total is None else self.total + gradient
+    def arrive(self, gradient: torch.Tensor | None) -> None:
+        """Add what arrived by one edge."""
+        try:
+            if self.arrived == 0:
+                # Some edges may stay silent (autograd.grad of a part of the graph): what came is told at the end.
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self.done)
+            self.arrived += 1
+            if gradient is not None and not self.lost:
+                with torch.no_grad():
+                    self.total = gradient.detach() if self.total is None else _sum(self.total, gradient)
+        except Exception as error:
+            self.total, self.lost = None, True
+            self.tell.failed(error)
         if self.arrived == self.edges:
-            self._tell()
+            self.done()
 
-    def _tell(self) -> None:
-        total, self.total, self.arrived = self.total, None, 0
+    def done(self) -> None:
+        """Tell the sum; a part of it is none."""
+        total, self.total, self.arrived, self.lost = self.total, None, 0, False
         if total is not None:
             self.tell(total)
+
+
+def _sum(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Add two gradients, of which one may be sparse: a sparse tensor takes no dense one."""
+    return gradient + total if total.is_sparse and not gradient.is_sparse else total + gradient

@@ -13,17 +13,20 @@ the watcher, which also knows when the hooks are to be there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
+from layerscope.errors import Unsupported
 from layerscope.points import Leaf, Point, Side
 from layerscope.runtimes.calls import Special, is_running
 from layerscope.runtimes.gradients import next_node, sources
+from layerscope.runtimes.shares import Aside
 from layerscope.runtimes.sink import Step
 from layerscope.runtimes.values import argument_leaves, describe
 
@@ -50,6 +53,7 @@ class Pair:
     def __init__(self, watcher: Watcher, module: torch.nn.Module, name: str, sides: frozenset[Side]) -> None:
         self.module = module
         self.name = name
+        self.sides = sides
         self.entry = False  # seen to be called from outside
         self.inside = False  # seen to be called inside another
         self.rested = False  # has been without its hooks
@@ -104,7 +108,6 @@ class Hook:
         self.graded = not sides.isdisjoint(_GRADED)
         self.looks = side in sides
         self.simple = not (self.graded or watcher.ops)  # nothing but tensors that pass
-        self.seen = watcher.sink.seen
         self.only = Point(name, side, () if side == "output" else (0,))  # where there is a single tensor
         self.points: dict[Leaf, Point] = {self.only.leaf: self.only}  # and others, as they come
         self.found_inside = False  # another module, in an idle step
@@ -117,14 +120,38 @@ class Hook:
 
     def failed(self, error: Exception) -> None:
         """Say that looking raised; the model's run goes on."""
-        self.watcher.sink.failed(Point(self.name, self.side), error)
+        with suppress(Exception):
+            self.watcher.sink.failed(Point(self.name, self.side), error)
 
     def special(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, repeated: bool, follow: bool) -> Special:
         """Take down what will be needed when the call ends."""
         if not follow:
             return Special(repeated, follow)
         first_node = next_node()
-        return Special(repeated, follow, first_node, sources(args, kwargs) if "grad_input" in self.sides else ())
+        if "grad_input" not in self.sides:
+            return Special(repeated, follow, first_node)
+        found = sources(args, kwargs)
+        places = Counter((id(node), nr) for _, node, nr in found)
+        alike = {leaf for leaf, node, nr in found if places[id(node), nr] > 1}
+        aside = self.aside(args, kwargs, alike, repeated=repeated) if alike else None
+        return Special(repeated, follow, next_node(), tuple(each for each in found if each[0] not in alike), aside)
+
+    def aside(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], alike: Collection[Leaf], *, repeated: bool
+    ) -> Aside | None:
+        """Make a call on the side in which arguments that are one tensor are several; say why where that cannot be."""
+        local = self.watcher.local
+        local.looking = True
+        try:
+            if repeated:
+                raise Unsupported("one tensor is several arguments of a call that activation checkpointing repeats")
+            return Aside(self.module, args, kwargs, alike, local.calls)
+        except Exception as error:
+            for leaf in alike:
+                self.watcher.sink.failed(Point(self.name, "grad_input", leaf), error)
+            return None
+        finally:
+            local.looking = False
 
     def tell(self, step: Step, number: int, found: list[tuple[Leaf, torch.Tensor]], value: object) -> None:
         """Tell the sink each tensor of a value, or that there is none."""
@@ -136,7 +163,7 @@ class Hook:
         try:
             for leaf, tensor in found:
                 point = points.get(leaf) or points.setdefault(leaf, Point(self.name, self.side, leaf))
-                self.seen(step, point, tensor, call=number)
+                self.watcher.sink.seen(step, point, tensor, call=number)
             if step.whole is not None:
                 step.whole(step, Point(self.name, self.side), value, number)
         finally:
@@ -175,7 +202,7 @@ class Before(Hook):
                     return
             if self.looks:
                 if len(args) == 1 and not kwargs and self.simple and isinstance(args[0], _Tensor) and not step.whole:
-                    self.seen(step, self.only, args[0], call=number)
+                    watcher.sink.seen(step, self.only, args[0], call=number)
                 else:
                     self.tell(step, number, argument_leaves(args, kwargs), args or None)
         except Exception as error:
@@ -204,7 +231,7 @@ class After(Hook):
             if not (step.idle or failed):
                 if special is None and self.simple and isinstance(value, _Tensor) and not step.whole:
                     if self.looks:
-                        self.seen(step, self.only, value, call=number)
+                        watcher.sink.seen(step, self.only, value, call=number)
                 elif self.looks or special is not None:
                     watcher.returned(self, call, value)
             if not calls and (special is None or not special.repeated):

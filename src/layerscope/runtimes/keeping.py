@@ -1,15 +1,17 @@
 """Run a model on the side, and leave no trace of it: random state, buffers and what modules remember are put back.
 
+    args, kwargs = copied(args, kwargs, model)
     with kept(model):
-        model(**inputs)
+        model(*args, **kwargs)
 
 Parameters are left as they are: a forward does not change them.
 """
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +19,9 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-__all__ = ["kept"]
+from layerscope.runtimes.values import argument_leaves
+
+__all__ = ["copied", "kept", "why_not_again"]
 
 
 @contextmanager
@@ -40,6 +44,53 @@ def kept(model: torch.nn.Module | None, *, beside: Iterable[torch.Tensor] = ()) 
                 module.put_back()
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+def why_not_again(model: torch.nn.Module) -> str:
+    """Say why a model must not be run once more than its user does; nothing where it may."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "one more forward of this rank could wait for the others for ever"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "one more forward would be part of the CUDA graph that is captured"
+    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+        return "the first forward is what gives the model its weights"
+    return ""
+
+
+def copied(args: tuple[Any, ...], kwargs: Mapping[str, Any], model: torch.nn.Module) -> tuple[Any, Any]:
+    """Copy what a model is called with, for it may change it in place: tensors, and objects such as caches.
+
+    What is the model's own is no part of that.
+    """
+    own = [*model.modules(), *model.parameters(), *model.buffers()]
+    known = {id(each): each for each in own}
+    for _, tensor in argument_leaves(args, kwargs):
+        if id(tensor) not in known:
+            known[id(tensor)] = _copy_of(tensor)
+    return copy.deepcopy((args, dict(kwargs)), known)
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor so that compiled code takes it for the same: strides, marks, gradient and inference mode."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        made = _cloned(tensor.detach())
+    if tensor.requires_grad:
+        made.requires_grad_()
+    if not tensor.is_leaf:
+        with torch.enable_grad():
+            made = made.clone()  # a leaf could not be changed in place
+    if type(tensor) is torch.Tensor:  # the attributes of other kinds can be what they are made of
+        made.__dict__.update(tensor.__dict__)
+    return made
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    clone = tensor.clone()
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or clone.stride() == tensor.stride():
+        return clone
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _accelerators(tensors: Iterable[torch.Tensor]) -> dict[str, list[torch.device]]:

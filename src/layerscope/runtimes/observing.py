@@ -11,7 +11,6 @@ computed for a backward pass is dropped.
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -19,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from layerscope.errors import Unsupported
-from layerscope.runtimes.keeping import kept
+from layerscope.runtimes.keeping import copied, kept, why_not_again
 from layerscope.runtimes.values import argument_leaves, leaves, replaced
 
 __all__ = ["NOT_CALLED", "NO_TAPS", "SKIPPED", "Observer", "ObserverEffect", "measures"]
@@ -131,15 +129,10 @@ def _left_no_trace(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], model: torch.nn.Module
 ) -> Any:
     """Return what the untapped model gives, its tensors copied; where it cannot be run, why nothing is measured."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return ObserverEffect(reason="not measured: one more forward of this rank could wait for the others for ever")
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return ObserverEffect(reason="not measured: one more forward would be part of the CUDA graph that is captured")
-    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
-        return ObserverEffect(reason="not measured: the first forward is what gives the model its weights")
+    if why := why_not_again(model):
+        return ObserverEffect(reason=f"not measured: {why}")
     try:
-        given, named = _copied(args, kwargs, model)
+        given, named = copied(args, kwargs, model)
         with kept(model, beside=[tensor for _, tensor in argument_leaves(args, kwargs)]):
             return replaced(call(*given, **named), lambda _, tensor: tensor.detach().clone())
     except Exception as error:
@@ -150,41 +143,6 @@ def _said(error: BaseException) -> str:
     """Return the first line of what was wrong."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def _copied(args: tuple[Any, ...], kwargs: Mapping[str, Any], model: torch.nn.Module) -> tuple[Any, Any]:
-    """Copy what a model is called with, for it may change it in place: tensors, and objects such as caches.
-
-    What is the model's own is no part of that.
-    """
-    own = [*model.modules(), *model.parameters(), *model.buffers()]
-    known = {id(each): each for each in own}
-    for _, tensor in argument_leaves(args, kwargs):
-        if id(tensor) not in known:
-            known[id(tensor)] = _copy_of(tensor)
-    return copy.deepcopy((args, dict(kwargs)), known)
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor so that compiled code takes it for the same: strides, marks, gradient and inference mode."""
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        made = _cloned(tensor.detach())
-    if tensor.requires_grad:
-        made.requires_grad_()
-    if not tensor.is_leaf:
-        with torch.enable_grad():
-            made = made.clone()  # a leaf could not be changed in place
-    if type(tensor) is torch.Tensor:  # the attributes of other kinds can be what they are made of
-        made.__dict__.update(tensor.__dict__)
-    return made
-
-
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    clone = tensor.clone()
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or clone.stride() == tensor.stride():
-        return clone
-    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _sums(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, float]:

@@ -159,7 +159,7 @@ def watch(
         inputs = _named(tapped.inputs, args, kwargs)
         values = {**inputs, **tapped.run(inputs)}
         for look in looks:
-            look.tell(forwards, values)
+            forwards.safely(look.tell, forwards, values)
         return _packed([values[name] for name in returned])
 
     yield lambda *args, **kwargs: forwards.run(run, plain, wanted.get("", ()), args, kwargs)

@@ -7,16 +7,26 @@ operation, without the softmax inside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerscope.points import Point
+from layerscope.points import Point, Side
 from layerscope.runtimes.calls import Local
-from layerscope.runtimes.sink import Sink
+from layerscope.runtimes.sink import Sink, Step
 from layerscope.runtimes.values import argument_leaves, describe, leaves
 
 __all__ = ["OpWatch"]
+
+
+class _Run(NamedTuple):
+    """One operation that is watched while it runs."""
+
+    name: str
+    step: Step
+    number: int
+    note: Mapping[str, str]
 
 
 class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -38,20 +48,29 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation as it is, and look at what went in and what came out."""
         kwargs = kwargs or {}
-        local = self._local
-        name = self._named(func) if local.calls and not local.looking else None
-        call = local.innermost() if name is not None else None
-        if name is None or call is None:
-            return func(*args, **kwargs)
-        within, step, _, _, special = call
-        if step.idle or (special is not None and special.repeated):
-            return func(*args, **kwargs)
-        index = step.call(f"op:{name}")
-        note = {"within": within}
-        self._look(Point(name, "input", op=True), argument_leaves(args, kwargs), index, note, args)
+        run = self._begun(func)
+        if run is not None:
+            self._look(run, "input", args, kwargs)
         value = func(*args, **kwargs)
-        self._look(Point(name, "output", op=True), leaves(value), index, note, value)
+        if run is not None:
+            self._look(run, "output", value)
         return value
+
+    def _begun(self, func: Any) -> _Run | None:
+        """Number an operation that is wanted; None for any other, and outside the model."""
+        local = self._local
+        try:
+            name = self._named(func) if local.calls and not local.looking else None
+            call = local.innermost() if name is not None else None
+            if name is None or call is None:
+                return None
+            within, step, _, _, special = call
+            if step.idle or (special is not None and special.repeated):
+                return None
+            return _Run(name, step, step.call(f"op:{name}"), {"within": within})
+        except Exception as error:
+            self._failed(Point(str(func), op=True), error)
+            return None
 
     def _named(self, func: Any) -> str | None:
         if func not in self._names:
@@ -59,22 +78,24 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             try:
                 self._names[func] = self._name_for(str(func))
             except Exception as error:
-                self._sink.failed(Point(str(func), op=True), error)
+                self._failed(Point(str(func), op=True), error)
         return self._names[func]
 
-    def _look(self, point: Point, found: Any, index: int, note: Mapping[str, str], value: object) -> None:
+    def _look(self, run: _Run, side: Side, value: Any, named: Mapping[str, Any] | None = None) -> None:
         local = self._local
-        step = local.calls[-1][1]
         local.looking = True
-        nothing = True
         try:
+            found = leaves(value) if named is None else argument_leaves(value, named)
             for leaf, tensor in found:
-                nothing = False
-                here = Point(point.name, point.side, leaf, op=True)
-                self._sink.seen(step, here, tensor, call=index, note=note)
-            if nothing:
-                self._sink.empty(point, because=f"its {point.side} holds no tensor: {describe(value)}")
+                self._sink.seen(run.step, Point(run.name, side, leaf, op=True), tensor, call=run.number, note=run.note)
+            if not found:
+                point = Point(run.name, side, op=True)
+                self._sink.empty(point, because=f"its {side} holds no tensor: {describe(value)}")
         except Exception as error:
-            self._sink.failed(point, error)
+            self._failed(Point(run.name, side, op=True), error)
         finally:
             local.looking = False
+
+    def _failed(self, point: Point, error: Exception) -> None:
+        with suppress(Exception):
+            self._sink.failed(point, error)

@@ -25,19 +25,15 @@ from layerscope.points import Point, Side
 from layerscope.runtimes import script_graphs as graphs
 from layerscope.runtimes.forwards import Forwards, Frame, Redirected
 from layerscope.runtimes.runtime import Wanted, Weights
+from layerscope.runtimes.script_archives import ENGINES, NAME, refuse_gradients
 from layerscope.runtimes.script_graphs import Value
 from layerscope.runtimes.sink import Sink
 
 __all__ = ["NAME", "check", "notes", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
 
-NAME = "torchscript"
-
 Script = Any  # a torch.jit.ScriptModule; its typed face is that of an nn.Module, its real one is not
 
 _DEAD = "it returns None: tracing leaves out what nothing uses (a dead output), and a script may return nothing"
-
-# Operations that hand everything to an engine: what happens inside it cannot be seen from here.
-_ENGINES = {"neuron": "a Neuron NEFF", "tensorrt": "a TensorRT engine"}
 
 
 def points(model: Script) -> list[Place]:
@@ -90,11 +86,7 @@ def weights(model: Script) -> Weights:
 
 def check(model: Script, wanted: Wanted, *, ops: bool) -> None:
     """Refuse gradients, and the inside of an engine."""
-    if any(side.startswith("grad") for sides in wanted.values() for side in sides):
-        raise Unsupported(
-            "gradients are not seen inside TorchScript, whose interpreter runs the backward pass as it likes; "
-            "record them on the module it was made from."
-        )
+    refuse_gradients(wanted)
     if (ops or any(wanted)) and (engine := _engine(model)):
         raise Unsupported(
             f"this TorchScript module {engine}; compile it again with layerscope.compile(..., "
@@ -319,10 +311,10 @@ def _graphs(module: Script) -> list[Any]:
 def _engine(model: Script) -> str:
     """Say which engine the module hands its inputs to; nothing where there is none."""
     kinds = {node.kind() for module in model.modules() for graph in _graphs(module) for node in graphs.nodes_of(graph)}
-    engine = next((kind for kind in sorted(kinds) if kind.split("::")[0] in _ENGINES), None)
+    engine = next((kind for kind in sorted(kinds) if kind.split("::")[0] in ENGINES), None)
     if engine is None:
         return ""
-    return f"hands its inputs to {_ENGINES[engine.split('::')[0]]} ({engine}), machine code without layers"
+    return f"hands its inputs to {ENGINES[engine.split('::')[0]]} ({engine}), machine code without layers"
 
 
 def _own(module: Script) -> list[tuple[str, torch.Tensor]]:

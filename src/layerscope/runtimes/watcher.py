@@ -13,28 +13,32 @@ those of modules that were seen to be called from outside, or not seen yet. `doc
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
+from collections.abc import Mapping
 from functools import cache
 from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import is_compiling
 
-from layerscope.points import Moment, Side
+from layerscope.errors import Unsupported
+from layerscope.log import log
+from layerscope.points import Moment, Point, Side
 from layerscope.runtimes.calls import Call, Calls, Local, Special, modules_running
 from layerscope.runtimes.gradients import Regions, follow_inputs, follow_outputs
 from layerscope.runtimes.hooks import After, Before, Pair
 from layerscope.runtimes.sink import Sink, Step
 from layerscope.runtimes.values import leaves
 
+if TYPE_CHECKING:
+    from layerscope.runtimes.eager import ModuleTree
+
 __all__ = ["Watcher"]
 
-_log = logging.getLogger("layerscope")
 
 _tracing_state = torch._C._get_tracing_state
 _graph_task = torch._C._current_graph_task_id
@@ -55,6 +59,7 @@ class Watcher:
         self.live = True
         self.regions = Regions()
         self.idle = 0  # steps in a row in which no tap was due
+        self.tree: ModuleTree | None = None  # once the hooks are on
         self._threads: weakref.WeakValueDictionary[int, Calls] = weakref.WeakValueDictionary()
         self.local = Local(self._threads)
         self._lock = threading.RLock()
@@ -70,10 +75,13 @@ class Watcher:
         return made
 
     def close(self) -> None:
-        """End the watch: no hook sees anything any more, or goes on again. The model is let go."""
+        """End the watch: no hook sees anything any more, none is left on the model, and the model is let go."""
         with self._lock:
             self.live = False
-            self._pairs, self._inside, self._off = {}, [], []
+            pairs, self._pairs, self._inside, self._off = self._pairs, {}, [], []
+            self.tree = None
+        for pair in pairs.values():
+            pair.off()
 
     def close_in_child(self) -> None:
         """End the watch in a forked child, where whoever held the lock is not there to release it."""
@@ -106,6 +114,8 @@ class Watcher:
                 self.is_inside(name)
                 return None
         elif self._may_begin(name):
+            if self.tree is not None and (now := self.tree.changed()) is not None:
+                self._follow(now)
             step = self.sink.begin()
         else:
             return None
@@ -132,9 +142,26 @@ class Watcher:
             if any(id(module) in watched for module in around):
                 return False
         if pair.rested and not pair.entry:
-            _log.warning("%s is called on its own; while no tap was due, such calls were not seen as steps", pair.name)
+            log.warning("%s is called on its own; while no tap was due, such calls were not seen as steps", pair.name)
         pair.entry = True
         return True
+
+    def _follow(self, now: Mapping[str, torch.nn.Module]) -> None:
+        """Watch the modules that were put in the place of others, and say which are gone."""
+        with self._lock:
+            for name, pair in list(self._pairs.items()):
+                module = now.get(name)
+                if module is pair.module:
+                    continue
+                pair.off()
+                del self._pairs[name]
+                self._inside = [each for each in self._inside if each is not pair]
+                self._off = [each for each in self._off if each is not pair]
+                if module is not None:
+                    log.warning("%s was replaced while recording; what is there now is recorded from here on", name)
+                    self.pair(module, name, pair.sides).on()
+                for side in () if module is not None else sorted(pair.sides):
+                    self.sink.failed(Point(name, side), Unsupported("it was taken out of the model while recording"))
 
     def _begun(self, step: Step) -> None:
         """Have the hooks there when something is due, and not there when nothing has been for a while."""
@@ -185,6 +212,8 @@ class Watcher:
             follow_outputs(self, call, value)
         if special is not None and special.sources:
             follow_inputs(self, call, value)
+        if special is not None and special.aside is not None:
+            special.aside.follow(self, call, value)
 
 
 _WATCHERS: weakref.WeakSet[Watcher] = weakref.WeakSet()

@@ -92,8 +92,11 @@ def test_a_large_one_beyond_the_budget_finds_no_room_and_small_ones_still_do(mem
     assert memory.room(10) is not None
 
 
-def test_the_default_budget_is_at_most_a_quarter_of_the_machine():
-    assert 0 < pinned._default_budget() <= 4 << 30
+@pytest.mark.parametrize(("gibibytes", "budget"), [(2, 1 << 29), (8, 2 << 30), (1024, 4 << 30)])
+def test_the_default_budget_is_a_quarter_of_the_machine_and_at_most_4_gib(gibibytes, budget, monkeypatch):
+    machine = {"SC_PHYS_PAGES": gibibytes << 18, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(pinned.os, "sysconf", machine.__getitem__)
+    assert pinned._default_budget() == budget
 
 
 # Ahead of need ----------------------------------------------------------------------------------

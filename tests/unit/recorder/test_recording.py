@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from asserts import assert_same_bits
+import zoo
+from asserts import assert_no_hooks_left, assert_same_bits
 from layerscope.errors import NothingRecorded
 from layerscope.recorder import Tap, record
+from layerscope.recorder.copying import Arena, Pool
 from layerscope.schedules import when
+from layerscope.store import open_run
 
 LARGE = 1 << 16  # floats: a copy that lies in a chunk with others
 
@@ -369,3 +372,51 @@ def test_a_schedule_may_run_the_model():
     with record(model, ".", when=when(wanted, name="wanted")) as rec:
         model(torch.zeros(1))
     assert sorted(rec.run.tensor("", step=step).item() for step in (0, 1)) == [0, 1]
+
+
+# Without memory, and without an end ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError(12, "no memory")]
+)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_copy_that_finds_no_memory_is_counted_and_named_and_only_that_one(error, on_disk, tmp_path, monkeypatch):
+    model, args = zoo.plain()
+    made = Pool if on_disk else Arena
+    copy, calls = made.copy, []
+
+    def failing(self, tensor):
+        calls.append(tensor)
+        if len(calls) == 2:
+            raise error
+        return copy(self, tensor)
+
+    monkeypatch.setattr(made, "copy", failing)
+    with record(model, ["0", "2"], to=tmp_path / "run" if on_disk else None, keep="tensor") as rec:
+        for _ in range(3):
+            model(*args)
+    assert [(d.point, d.count) for d in rec.completeness.dropped] == [("2:output", 1)]
+    assert "memory" in rec.completeness.dropped[0].reason
+    assert rec.missing == []
+    assert [(str(e.point), e.moment.step) for e in rec.run.records()] == [
+        ("0:output", 0), ("0:output", 1), ("2:output", 1), ("0:output", 2), ("2:output", 2)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_recording_that_nobody_holds_any_more_takes_its_hooks_with_it(on_disk, tmp_path, caplog):
+    model, args = zoo.plain()
+    rec = record(model, ["**", "**:grad_output", "op:aten.relu"], to=tmp_path / "run" if on_disk else None).__enter__()
+    model(*args).sum().backward()
+    ended = weakref.ref(rec)
+    del rec
+    gc.collect()
+    assert ended() is None
+    assert_no_hooks_left(model)
+    model(*args).sum().backward()
+    assert "let go before its block ended" in caplog.text
+    if on_disk:
+        run = open_run(tmp_path / "run")
+        assert run.state == "interrupted"
+        assert len(list(run.records())) == 9

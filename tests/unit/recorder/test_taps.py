@@ -8,7 +8,7 @@ import torch
 from layerscope.errors import BadText, NoSuchPoint
 from layerscope.patterns import Place
 from layerscope.points import Moment, Point
-from layerscope.recorder.taps import Tap, Wish, plan, taps_of
+from layerscope.recorder.taps import Tap, Wish, level_of, plan, taps_of
 from layerscope.schedules import every, first, when
 
 PLACES = [Place(""), Place("a", ("Linear",)), Place("b", ("ReLU",)), Place("c", ("Linear",))]
@@ -53,7 +53,14 @@ def test_a_pattern_that_matches_nothing_raises_and_names_the_nearest():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"keep": "tensors"}, {"statistics": "all"}, {"patterns": ()}, {"patterns": "a:sideways"}, {"when": "often"}],
+    [
+        {"keep": "tensors"},
+        {"statistics": "all"},
+        {"statistics": "channels(axis=x)"},
+        {"patterns": ()},
+        {"patterns": "a:sideways"},
+        {"when": "often"},
+    ],
 )
 def test_a_wrong_tap_is_refused_when_it_is_made(wrong):
     with pytest.raises(ValueError, match=r"."):
@@ -143,3 +150,36 @@ def test_an_operation_that_turns_up_is_asked_for_in_the_step_under_way():
     assert id(point) not in under_way
     assert whole.request((True,), point).wish
     assert under_way[id(point)].wish
+
+
+# Channels -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "axis"),
+    [
+        ("full", "full", None),
+        ("moments", "moments", None),
+        ("channels", "full", -1),
+        ("channels(axis=1)", "full", 1),
+        ("channels( axis = -2 )", "full", -2),
+    ],
+)
+def test_statistics_are_read_from_their_text(text, level, axis):
+    assert level_of(text) == (level, axis)
+    wish = planned([Tap("a", keep="summary", statistics=text)]).wish((True,), Point("a"))
+    assert (wish.level, wish.axis, wish.summary) == (level, axis, True)
+
+
+def test_a_tap_that_asks_for_channels_gets_them_in_memory_too_unless_it_says_what_to_keep():
+    assert planned([Tap("a", statistics="channels")], default=Wish(tensor=True)).wish((True,), Point("a")).summary
+    kept = planned([Tap("a", keep="tensor", statistics="channels")], default=Wish(tensor=True))
+    assert not kept.wish((True,), Point("a")).summary
+
+
+def test_taps_that_overlap_add_up_to_channels_but_not_of_two_axes():
+    both = planned([Tap("a", keep="summary", statistics="moments"), Tap("a", keep="summary", statistics="channels")])
+    wish = both.wish((True, True), Point("a"))
+    assert (wish.level, wish.axis) == ("full", -1)
+    with pytest.raises(BadText, match="two taps want channels of a:output along axis -1 and axis 1"):
+        planned([Tap("a", statistics="channels"), Tap("a", statistics="channels(axis=1)")])
