@@ -13,6 +13,7 @@ from typing import Any
 
 from layerscope.compare.asserting import assert_runs_match
 from layerscope.compare.bands import PUBLISHED, Band, Bands
+from layerscope.compare.channels import Outliers, outliers
 from layerscope.compare.comparing import compare
 from layerscope.compare.measure import measure
 from layerscope.compare.metrics import Metrics
@@ -26,12 +27,14 @@ __all__ = [
     "Bands",
     "Comparison",
     "Metrics",
+    "Outliers",
     "Row",
     "Rule",
     "Verdict",
     "assert_runs_match",
     "compare",
     "measure",
+    "outliers",
     "parse_rules",
 ]
 

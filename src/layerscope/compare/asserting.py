@@ -15,7 +15,7 @@ from layerscope.compare.rules import Rule
 from layerscope.compare.verdicts import LIMIT
 from layerscope.report import Cell, Column, Document, Notes, Part, Sentence, Table, terminal
 from layerscope.report.parts import Value
-from layerscope.store import Reader
+from layerscope.store import Run
 from layerscope.store.address import Address
 
 __all__ = ["assert_runs_match", "mismatch"]
@@ -35,11 +35,11 @@ _COLUMNS = (
 
 
 def assert_runs_match(
-    reference: Address | Reader,
-    candidate: Address | Reader,
+    reference: Address | Run,
+    candidate: Address | Run,
     *,
-    noise: Address | Reader | Sequence[Address | Reader] = (),
-    rules: str | os.PathLike[str] | Sequence[Rule] = (),
+    noise: Address | Run | Sequence[Address | Run] = (),
+    pairing: str | os.PathLike[str] | Sequence[Rule] = (),
     limit: float = LIMIT,
     points: str | Sequence[str] = (),
     allow_partial: bool = False,
@@ -50,7 +50,7 @@ def assert_runs_match(
     `allow_partial`. Raises Incomparable when nothing can be compared. The other arguments are those of `compare`.
     """
     __tracebackhide__ = True
-    found = compare(reference, candidate, noise=noise, rules=rules, limit=limit, points=points)
+    found = compare(reference, candidate, noise=noise, pairing=pairing, limit=limit, points=points)
     text = mismatch(found, allow_partial=allow_partial)
     if text is not None:
         raise AssertionError(text)

@@ -9,48 +9,65 @@ Runs are read, never models: a comparison needs no GPU and no code of the model'
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from layerscope.compare.floors import ESTIMATED, Noise, rounding
+from layerscope.compare.checking import Checker
+from layerscope.compare.floors import CLASSES, LEAST, LIMIT, Noise, Scale, coarser, rounding
 from layerscope.compare.jobs import Job
 from layerscope.compare.metrics import Metrics
-from layerscope.compare.planning import Plan, Records, fitting
+from layerscope.compare.planning import Plan, Records, fitting, floors_of
+from layerscope.compare.quantised import Siblings, grid_of
 from layerscope.compare.resuming import Memory, place, stamp
 from layerscope.compare.rows import Against, Comparison, Row
 from layerscope.compare.rules import Rule, parse_rules
-from layerscope.compare.verdicts import LIMIT, judge, verdict
+from layerscope.compare.verdicts import judge, verdict
 from layerscope.errors import BadText, Incomparable, LayerscopeError
-from layerscope.store import Reader, cache_folder, open_run, selected
+from layerscope.store import Run, cache_folder, open_run, selected
 from layerscope.store.address import Address
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["compare"]
 
 Tell: TypeAlias = Callable[[str, int, int], None]
-Runs: TypeAlias = "Address | Reader | Sequence[Address | Reader]"
+Runs: TypeAlias = "Address | Run | Sequence[Address | Run]"
 
+# Of the points, as many may be far finer than an arithmetic: embeddings, and what norms make of them.
+_FINER = 0.3
+_FAR = 30.0
+_EVEN = 5.0  # times the whole error, that a column's may be by rounding
+_FACTOR = 0.3  # of an error: rounding is no factor
 _LARGE = 32 << 20  # bytes from which a pair is worth all threads by itself
 
 
 def compare(
-    reference: Address | Reader,
-    *candidates: Address | Reader,
+    reference: Address | Run,
+    *candidates: Address | Run,
     noise: Runs = (),
-    rules: str | os.PathLike[str] | Sequence[Rule] = (),
+    pairing: str | os.PathLike[str] | Sequence[Rule] = (),
     points: str | Sequence[str] = (),
     limit: float = LIMIT,
+    arithmetic: str | None = None,
+    tokens: Any = None,
     threads: int | None = None,
     resume: bool = False,
     tell: Tell | None = None,
 ) -> Comparison:
     """Compare candidates with a reference, point by point and moment by moment.
 
-    `noise` are trusted runs that differ from the reference by rounding alone: their error is the floor that a
-    candidate's is set against, up to `limit` times. `rules` declare which points belong together (a text, a file or
-    `Rule`s), `points` are patterns of the reference's points to look at. With `resume`, what is measured is remembered
-    until the comparison is whole, so that the same call goes on after an interruption.
+    A candidate's errors are set against the floors that the reference carries (`record(..., floors=True)`), up to
+    `limit` times; else against the candidate's own, or against what `noise` shows: trusted runs that differ from the
+    reference by rounding alone, each for the class of arithmetic it ran in. `pairing` declares which points belong
+    together (a text, a file or `Rule`s), `points` are patterns of the reference's points to look at. `arithmetic`
+    declares that a candidate computes more coarsely than it stores ("bfloat16"); `tokens` says which tokens count and
+    which are padding, where no `attention_mask` was recorded: true and false, or 1 and 0, batch by tokens. With
+    `resume`, what is measured is remembered until the comparison is whole, so that the same call goes on after an
+    interruption.
 
     Raises Incomparable when nothing of any candidate can be compared; one of several gets a verdict that says so.
     """
@@ -61,15 +78,18 @@ def compare(
     trusted = _opened(reference)
     others = [_opened(one) for one in candidates]
     quiet = [_opened(one) for one in _several(noise)]
-    declared = _rules(rules)
+    declared = _rules(pairing)
+    if arithmetic is not None and arithmetic not in CLASSES:
+        raise BadText(f"arithmetic is one of {', '.join(CLASSES)}; not {arithmetic!r}")
+    counting = _tokens(tokens)
     asked = set(selected(trusted, [points] if isinstance(points, str) else points)) if points else None
     names = _names(others, beside=_name(trusted))
 
     left = Records(trusted)
     meant = fitting(declared, left, [Records(run) for run in (*others, *quiet)])
-    plans = [Plan(left, right, rules, asked) for right, rules in meant[: len(others)]]
+    plans = [Plan(left, right, rules, asked, tokens=counting) for right, rules in meant[: len(others)]]
     wanted = {job.key for plan in plans for job in plan.jobs}
-    floors = [Plan(left, right, rules) for right, rules in meant[len(others) :]]
+    floors = [Plan(left, right, rules, tokens=counting) for right, rules in meant[len(others) :]]
     for plan in floors:
         plan.jobs = [job for job in plan.jobs if job.key in wanted]
     with Memory(_memory([trusted, *others, *quiet]) if resume else None) as memory:
@@ -83,9 +103,9 @@ def compare(
         for plan in floors
         if plan.unread
     ]
-    known = [Noise(plan.right.run.address, plan.metrics, plan.rerouted()) for plan in floors]
+    known = [plan.noise() for plan in floors]
     judged = zip(plans, names, strict=True)
-    against = [_judged(plan, name, known, limit=limit, said=said) for plan, name in judged]
+    against = [_judged(plan, name, known, limit=limit, arithmetic=arithmetic, said=said) for plan, name in judged]
     if not any(one.compared or _statistics_only(one) for one in against):
         raise Incomparable(_nothing(trusted, against))
     return Comparison(
@@ -96,12 +116,12 @@ def compare(
 # What is asked ----------------------------------------------------------------------------------
 
 
-def _opened(run: Address | Reader) -> Reader:
-    return run if isinstance(run, Reader) else open_run(run)
+def _opened(run: Address | Run) -> Run:
+    return run if isinstance(run, Run) else open_run(run)
 
 
-def _several(runs: Runs) -> Sequence[Address | Reader]:
-    return [runs] if isinstance(runs, (str, os.PathLike, Reader)) else runs
+def _several(runs: Runs) -> Sequence[Address | Run]:
+    return [runs] if isinstance(runs, (str, os.PathLike, Run)) else runs
 
 
 def _rules(rules: str | os.PathLike[str] | Sequence[Rule]) -> Sequence[Rule]:
@@ -117,14 +137,14 @@ def _rules(rules: str | os.PathLike[str] | Sequence[Rule]) -> Sequence[Rule]:
     )
 
 
-def _name(run: Reader) -> str:
+def _name(run: Run) -> str:
     """Return what a run is called in a table: its mode in a layout that has several, else the folder's name."""
     if run.layout != "layerscope" and run.manifest.mode:
         return run.manifest.mode
     return run.address.rstrip("/").rsplit("/", 1)[-1] or run.address
 
 
-def _names(runs: Sequence[Reader], *, beside: str) -> list[str]:
+def _names(runs: Sequence[Run], *, beside: str) -> list[str]:
     """Return a name for each candidate, told apart by their addresses, then by number, where they are alike."""
     names = [_name(run) for run in runs]
     if len({*names, beside}) <= len(names):
@@ -142,7 +162,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _memory(runs: Sequence[Reader]) -> Path | None:
+def _memory(runs: Sequence[Run]) -> Path | None:
     folder, stamped = cache_folder(), stamp(runs)
     return place(folder, stamped) if folder is not None and stamped is not None else None
 
@@ -201,39 +221,148 @@ def _text(plan: Plan, job: Job) -> str:
 # What they come to ------------------------------------------------------------------------------
 
 
-def _judged(plan: Plan, name: str, noise: Sequence[Noise], *, limit: float, said: Sequence[str]) -> Against:
-    rows = judge(plan.measured(), candidate=name, noise=noise, limit=limit, ties=lambda one: plan.ties(one, noise))
+def _judged(
+    plan: Plan, name: str, noise: Sequence[Noise], *, limit: float, arithmetic: str | None, said: Sequence[str]
+) -> Against:
     run = plan.right.run
+    grid = grid_of(plan)
+    scale = Siblings(plan, limit=limit) if grid else Scale(plan.carried, noise, limit=limit)
+    checker = Checker(plan, plan.carried, limit=limit, quantised=bool(grid))
+    shown = checker.arithmetic(plan.arithmetic)
+    declared = coarser(arithmetic or CLASSES[0], shown if shown != plan.arithmetic else CLASSES[0])
+
+    def judged(declared: str) -> list[Row]:
+        plan.computes = declared
+        return judge(
+            plan.measured(),
+            candidate=name,
+            scale=scale,
+            ties=lambda one: plan.ties(one, noise),
+            numbers=plan.numbers,
+            checks=checker,
+            arithmetic=declared,
+        )
+
+    rows = judged(declared)
+    if arithmetic is None and not (checker.checked or grid or noise) and _even(rows):
+        for coarse in CLASSES[CLASSES.index(plan.arithmetic) + 1 :]:
+            again = judged(coarse) if _as_coarse(rows, coarse) else rows
+            if not any(row.kind in ("root", "nonfinite") for row in again) and not _finer_in_part(again):
+                rows, shown = again, coarse
+                break
+    basis = _basis(plan, rows, noise, scale, checker)
+    if shown != plan.arithmetic:
+        basis += f"; the candidate is stored as {plan.arithmetic} and computes like {shown}"
     return Against(
         name,
         run.address,
         run.layout,
         tuple(rows),
-        verdict(rows),
-        _basis(plan, rows, noise, limit),
+        verdict(rows, grid=grid),
+        basis,
         (*_notes(plan, rows), *said),
         tuple(plan.unread.values()),
     )
 
 
-def _basis(plan: Plan, rows: Sequence[Row], noise: Sequence[Noise], limit: float) -> str:
+def _even(rows: Sequence[Row]) -> bool:
+    """Tell whether what stands out is off evenly, no factor, row or column of it: an arithmetic rather than a fault."""
+    roots = [row.numbers for row in rows if row.kind == "root" and row.numbers is not None]
+    return bool(roots) and all(
+        n.factor <= _FACTOR * n.relative_l2
+        and not n.column > _EVEN * n.relative_l2
+        and not (n.rows >= _EVEN and n.p90 > 2 * n.median)
+        for n in roots
+    )
+
+
+def _as_coarse(rows: Sequence[Row], arithmetic: str) -> bool:
+    """Tell whether what stands out, and most of what follows, is off by as much as a class of arithmetic rounds.
+
+    A fault is diluted by what it is added to; an arithmetic is everywhere. An estimate is too wide to tell float16.
+    """
+    least = LEAST[arithmetic] / 4
+    roots = [row.numbers.relative_l2 for row in rows if row.kind == "root" and row.numbers is not None]
+    errors = sorted(row.numbers.relative_l2 for row in rows if row.numbers is not None and row.kind != "same")
+    if arithmetic == "float16" and any(row.floor is not None and row.floor.source == "estimate" for row in rows):
+        return False
+    return all(least <= error <= 32 * least for error in roots) and errors[len(errors) // 2] >= least
+
+
+def _finer_in_part(rows: Sequence[Row]) -> bool:
+    """Tell whether points that a coarse arithmetic would have changed are far finer than it: a fault is in one place.
+
+    Only measured floors say what the arithmetic would have done.
+    """
+    if not any(row.floor is not None and row.floor.source == "floors" for row in rows):
+        return False
+    shown = [row for row in rows if row.metrics is not None and rounding(row.metrics.reference.dtype)]
+    finer = [
+        row
+        for row in shown
+        if row.kind == "same"
+        or (row.floor is not None and row.metrics is not None and row.metrics.relative_l2 < row.floor.error / _FAR)
+    ]
+    return len(finer) >= _FINER * len(shown)
+
+
+def _tokens(given: Any) -> torch.Tensor | None:
+    """Read which tokens count: a tensor, an array, or the file of one."""
+    if given is None:
+        return None
+    import numpy as np
+    import torch
+
+    if isinstance(given, (str, os.PathLike)):
+        given = np.load(given, allow_pickle=False)
+    mask = torch.as_tensor(given)
+    if mask.ndim != 2:
+        raise BadText(
+            f"tokens says for each sequence and token whether it counts, [batch, tokens]; not {list(mask.shape)}"
+        )
+    return mask != 0
+
+
+def _basis(plan: Plan, rows: Sequence[Row], noise: Sequence[Noise], scale: Scale, checker: Checker) -> str:
     """Say on what the verdict rests."""
     measured = [row for row in rows if row.floor is not None]
-    guessed = [row for row in measured if row.floor is not None and row.floor.source == "estimate"]
     if not measured:
-        return "statistics and fingerprints alone"
-    if all(row.kind == "same" for row in measured):
-        return "equal bits"
-    if not noise:
-        coarsest = max(plan.dtypes, key=rounding)
-        if not rounding(coarsest):
-            return "whole numbers, which do not round"
-        return (
-            f"an estimate: no noise run was given, so the floor is the rounding of {coarsest}, growing with depth, and "
-            f"an error may be {limit * ESTIMATED:.3g} times it"
+        equal = [row for row in rows if row.metrics is not None]
+        return "equal bits" if equal else "statistics and fingerprints alone"
+    if not any(map(rounding, plan.dtypes)):
+        return "whole numbers, which do not round"
+    sources = Counter(row.floor.source for row in measured if row.floor is not None)
+    said = []
+    if checker.checked:
+        said.append(f"{checker.checked:,} modules checked by the reference's weights")
+    if sources["siblings"]:
+        said.append("what the candidate's own layers have in common, because it is quantised")
+    if sources["floors"]:
+        whose = "the reference" if floors_of(plan.left.run).points else "the candidate itself"
+        raised = max(scale.raised.values(), default=1.0)
+        more = f", raised {raised:.3g} times by leaving one twin out" if raised > 1 else ""
+        limit = scale.limit * raised
+        said.append(f"the floors that {whose} carries; an error may be {limit:.3g} times its floor{more}")
+    shown = [run.address for run in noise if run.arithmetic == plan.arithmetic or sources[run.address]]
+    if shown:
+        said.append(f"the floor that {', '.join(shown)} shows; an error may be {scale.limit:.3g} times it")
+    guessed = sources["estimate"]
+    if guessed == len(measured):
+        said.append(
+            f"an estimate of what {plan.arithmetic} costs, so wide that only gross faults stand out: {_way_out(plan)}"
         )
-    said = f"the floor that {', '.join(run.address for run in noise)} shows; an error may be {limit:.3g} times it"
-    return f"{said} ({len(guessed):,} rows have an estimate instead)" if guessed else said
+    elif guessed:
+        said.append(f"an estimate for {guessed:,} rows")
+    return "; ".join(said)
+
+
+def _way_out(plan: Plan) -> str:
+    """Say how to have floors."""
+    run = plan.left.run
+    model = run.manifest.model.get("name")
+    if run.layout == "layerscope" and isinstance(model, str) and model:
+        return f"`layerscope record {model} '**:io' -o RUN` measures floors, as does record(..., floors=True)"
+    return "record the reference with floors=True, or ls.measure_floors(model, inputs, run) adds them"
 
 
 def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
@@ -242,8 +371,8 @@ def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         if effect := run.manifest.settings.get("observer_effect"):
             where = f" in {run.manifest.runtime}" if run.manifest.runtime else ""
             yield f"{role} was recorded{where}: {effect}"
-        if run.layout == "layerscope" and not run.complete:
-            yield f"{role} is {_incomplete(run)}; what is not there was not compared"
+        if run.layout == "layerscope" and not run.complete and (said := _incomplete(run)):
+            yield f"{role} is {said}; what is not there was not compared"
     seen = [run.manifest.settings.get("inputs") for run in (plan.left.run, plan.right.run)]
     if None not in seen and seen[0] != seen[1]:
         yield (
@@ -258,24 +387,26 @@ def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         records = sum(row.reference_has is has and bool(row.method) for row in lonely)
         if records:
             yield f"{records:,} records of {role} are of moments that {other} has not"
-    blind = sum(row.metrics is None and row.kind not in ("missing", "unpaired", "same") for row in rows)
+    told = [row for row in rows if row.metrics is None and not row.because.startswith("masks")]
+    blind = sum(row.kind not in ("missing", "unpaired", "same") for row in told)
     if blind:
         yield f"{blind:,} of {len(rows):,} rows rest on statistics alone, which cannot tell a permutation"
     if plan.alignment.ignored:
         yield f"{len(plan.alignment.ignored):,} points are ignored by rule"
 
 
-def _incomplete(run: Reader) -> str:
-    lost = [(len(run.missing), "points missing"), (sum(d.count for d in run.dropped), "records dropped")]
+def _incomplete(run: Run) -> str:
+    missing = [m for m in run.missing if not m.reason.startswith("never called")]
+    lost = [(len(missing), "points missing"), (sum(d.count for d in run.dropped), "records dropped")]
     said = " and ".join(f"{n:,} {what}" for n, what in lost if n)
-    return f"incomplete ({said})" if said else run.state
+    return f"incomplete ({said})" if said else "" if run.state == "complete" else run.state
 
 
 def _statistics_only(against: Against) -> bool:
     return any(row.kind not in ("missing", "unpaired") for row in against.rows)
 
 
-def _nothing(reference: Reader, against: Sequence[Against]) -> str:
+def _nothing(reference: Run, against: Sequence[Against]) -> str:
     said = [f"nothing of {reference.address} can be compared with {one.address}: {_why(one)}" for one in against]
     return "; ".join(said)
 

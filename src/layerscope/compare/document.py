@@ -87,9 +87,9 @@ def document(
 
 def overview(comparison: Comparison, *, summary: bool | None = None) -> list[Part]:
     """Return what stands above the evidence: the verdicts and, of several candidates, the table and the profiles."""
-    parts: list[Part] = [*_opening(comparison)]
+    parts: list[Part] = [*opening(comparison)]
     if len(comparison) > 1 or summary:
-        parts += _summary(comparison)
+        parts += modes_table(comparison)
         parts += _profiles(comparison)
     return parts
 
@@ -97,7 +97,7 @@ def overview(comparison: Comparison, *, summary: bool | None = None) -> list[Par
 # The sentences on top ---------------------------------------------------------------------------
 
 
-def _opening(comparison: Comparison) -> Iterator[Part]:
+def opening(comparison: Comparison) -> Iterator[Part]:
     """Say the verdict and its reason, how many rows there are of each kind, on what it rests, and what is partial."""
     several = len(comparison) > 1
     for against in comparison:
@@ -195,12 +195,14 @@ def _layer(against: Against, name: str) -> _Layer | None:
 
 
 def _average_correlation(against: Against) -> float | None:
-    found = [row.metrics.correlation for row in against.compared if row.point.side == "output" and row.metrics]
-    defined = [c for c in found if not math.isnan(c)]
+    rows = [row for row in against.compared if row.point.side == "output" and row.metrics]
+    layers = [row for row in rows if row.name.rpartition(".")[2].isdecimal()]  # and not the components inside them
+    defined = [row.metrics.correlation for row in layers or rows if row.metrics]
+    defined = [c for c in defined if not math.isnan(c)]
     return sum(defined) / len(defined) if defined else None
 
 
-def _summary(comparison: Comparison) -> Iterator[Part]:
+def modes_table(comparison: Comparison) -> Iterator[Part]:
     ends = _ends(comparison)
     at = ends[0].rpartition(".")[2] if ends else ""
     first = f"Layer {at}" if at.isdecimal() else "First Layer"
@@ -536,4 +538,10 @@ def _row(row: Row, bands: Bands) -> dict[str, Value]:
         "floor": asdict(row.floor) if row.floor is not None else None,
         "bands": dict(bands.of(row.metrics)) if row.metrics is not None else None,
         "metrics": row.metrics.to_json() if row.metrics is not None else None,
+        "excess": row.excess,
+        "evidence": row.evidence,
+        "checked": row.checked,
+        "arithmetic": row.arithmetic,
+        "chaotic": row.chaotic,
+        "numbers": row.numbers._asdict() if row.numbers is not None else None,
     }

@@ -14,8 +14,8 @@ import numpy as np
 
 from layerscope.compare.sums import Swept
 from layerscope.stats import backend
-from layerscope.stats.bits import Array
 from layerscope.stats.sketch import LOWEST, STEPS
+from layerscope.stats.tensor_views import Array
 
 __all__ = ["Engine", "engine", "folded", "table"]
 

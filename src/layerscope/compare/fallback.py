@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from layerscope.compare.sums import Alone, Swept, Together
-from layerscope.stats.bits import Array
 from layerscope.stats.sketch import buckets as bucket_of
+from layerscope.stats.tensor_views import Array
 
 __all__ = ["sweep", "sweep_complex"]
 

@@ -25,6 +25,7 @@ class Job:
     reference: Entry
     candidate: Entry
     method: str
+    exact: bool = False  # percentiles to the bit, for a second look at both sides
 
     @property
     def key(self) -> Key:
@@ -43,10 +44,11 @@ class Job:
 
     def measured(self, *, threads: int = 1) -> Metrics:
         """Measure both sides; once more, with the masked values left out, where there are such."""
-        metrics = measure(*self._sides(self.reference, self.candidate), threads=threads)
+        metrics = measure(*self._sides(self.reference, self.candidate), threads=threads, exact=self.exact)
         if not masked(metrics):
             return metrics
-        return measure(*self._sides(unmasked(self.reference), unmasked(self.candidate)), threads=threads)
+        sides = self._sides(unmasked(self.reference), unmasked(self.candidate))
+        return measure(*sides, threads=threads, exact=self.exact)
 
     def _sides(self, reference: Entry, candidate: Entry) -> tuple[Values, Values]:
         shape, other = self.shapes

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from layerscope.compare.sums import Alone, Swept, Together
-from layerscope.stats.bits import Array
 from layerscope.stats.sketch import LOWEST, STEPS
+from layerscope.stats.tensor_views import Array
 
 __all__ = ["sweep"]
 

@@ -17,7 +17,7 @@ from layerscope.compare.statistics import at_least
 from layerscope.compare.streams import Values, stream
 from layerscope.errors import LayerscopeError
 from layerscope.points import Point
-from layerscope.stats.bits import Array
+from layerscope.stats.tensor_views import Array
 from layerscope.store import Entry
 
 __all__ = ["Likeness", "form_of"]

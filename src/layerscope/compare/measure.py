@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
 
 import numpy as np
@@ -19,13 +20,14 @@ import numpy as np
 from layerscope.compare.engine import engine, folded, table
 from layerscope.compare.fallback import sweep_complex
 from layerscope.compare.metrics import PERCENTILES, Metrics, Nonfinite, Side, Worst
+from layerscope.compare.percentiles import exactly
 from layerscope.compare.sets import SetCounts
 from layerscope.compare.streams import PART, Part, Stream, Values, pairs, stream
 from layerscope.compare.sums import Alone, Swept, Together, alone, together
 from layerscope.compare.tokens import TokenErrors
 from layerscope.errors import Damaged, Unsupported
-from layerscope.stats.bits import Array
 from layerscope.stats.sketch import Sketch, buckets
+from layerscope.stats.tensor_views import Array
 
 if TYPE_CHECKING:
     import torch
@@ -44,13 +46,18 @@ S = TypeVar("S")
 
 
 def measure(
-    reference: Values | torch.Tensor | Array, candidate: Values | torch.Tensor | Array, *, threads: int = 1
+    reference: Values | torch.Tensor | Array,
+    candidate: Values | torch.Tensor | Array,
+    *,
+    threads: int = 1,
+    exact: bool = False,
 ) -> Metrics:
     """Return every metric of a pair; raises Unsupported when the shapes differ, naming both.
 
     Sums are over the elements that are finite on both sides, each side's own statistics over its own finite ones.
     Integers are compared as float64: exactly up to 2**53. Percentiles are numpy's linear ones, read from the buckets
-    of a sketch: within `percentile_bound` relatively, magnitudes below 2**-126 being read as zero. No error at all is
+    of a sketch: within `percentile_bound` relatively, magnitudes below 2**-126 being read as zero; with `exact`, both
+    sides are gone through again where the percentiles lie, and they are numpy's to the bit. No error at all is
     0 relative to anything (SQNR infinite, scale 1); any other ratio to zero is NaN. `worst` is the first of the largest
     in row-major order, None when nothing differs. `nonfinite.first` is the first that differs or, when none does, the
     first.
@@ -72,7 +79,23 @@ def measure(
     if largest != 0 and largest != math.inf and not _SQUARED[0] < largest < _SQUARED[1]:
         exponent = math.frexp(largest)[1]
         passed = _passed(left, right, threads=threads, exponent=exponent)
-    return _metrics(passed, left, right, exponent=exponent)
+    metrics = _metrics(passed, left, right, exponent=exponent)
+    if not exact or metrics.percentile_bound == 0:
+        return metrics
+    found = exactly(lambda: _magnitudes(left, right, exponent), metrics.compared, PERCENTILES)
+    percentiles = tuple(float(np.ldexp(value, exponent)) for value in found)
+    return replace(metrics, percentiles=percentiles, percentile_bound=0.0)
+
+
+def _magnitudes(left: Stream, right: Stream, exponent: int) -> Iterator[Array]:
+    """Go through both sides once more, for |d| where both are finite."""
+    kind = np.result_type(left.kind, right.kind)
+    wide = np.complex128 if kind.kind == "c" else np.float64
+    for one, other in pairs(left, right):
+        r, c = (_floats(side, part.items, kind, exponent) for side, part in ((left, one), (right, other)))
+        with np.errstate(all="ignore"):
+            size: Array = np.abs(c.astype(wide) - r.astype(wide))
+            yield size[np.isfinite(r) & np.isfinite(c)]
 
 
 class _Passed(NamedTuple):

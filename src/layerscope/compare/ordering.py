@@ -90,9 +90,7 @@ def _measured(job: Job, choice: Job) -> Metrics | None:
     else:
         return None
     where = job.candidate
-    ordered = _Ordered(
-        where.point, where.moment, where.dtype, where.shape, where.nbytes, where._reader, where._row, order
-    )
+    ordered = _Ordered(where.point, where.moment, where.dtype, where.shape, where.nbytes, where._run, where._at, order)
     return measure(Values(job.reference), Values(ordered))
 
 

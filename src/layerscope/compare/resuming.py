@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO, Any, final
 
 from layerscope.compare.metrics import Metrics
-from layerscope.store import MemoryRun, Reader, strictjson
+from layerscope.store import MemoryRun, Run, strictjson
 from layerscope.store.checksum import crc32c, text
 
 __all__ = ["Memory", "place", "stamp"]
@@ -29,7 +29,7 @@ _EVERY = 1.0  # seconds between two writes
 _VERSION = 1
 
 
-def stamp(runs: Iterable[Reader]) -> str | None:
+def stamp(runs: Iterable[Run]) -> str | None:
     """Return a text that changes when any file of these runs does; None when one has no file on this machine."""
     digest = hashlib.sha256(f"{_VERSION}".encode())
     for run in runs:

@@ -46,23 +46,33 @@ class Flips:
         return not math.isnan(self.gap)
 
 
-def flips(reference: torch.Tensor, candidate: torch.Tensor, scores: torch.Tensor, *, error: float) -> Flips | None:
+def flips(
+    reference: torch.Tensor,
+    candidate: torch.Tensor,
+    scores: torch.Tensor,
+    *,
+    error: float,
+    padding: frozenset[int] = frozenset(),
+) -> Flips | None:
     """Look at each row whose choice changed, and how far apart the reference's scores of what left and what came are.
 
-    `error` is the relative L2 error to be expected of the scores. None when the scores do not fit the choices: another
-    number of rows, or an index beyond them.
+    `error` is the relative L2 error to be expected of the scores; rows of `padding` do not count. None when the scores
+    do not fit the choices: another number of rows, or an index beyond them.
     """
     chosen = _rows(reference)
     other = _rows(candidate.reshape(reference.shape))
     worth = np.asarray(scores.double().numpy()).reshape(-1, scores.shape[-1]) if scores.ndim else np.empty((0, 0))
     if len(worth) != len(chosen) or not worth.size or not _within(worth.shape[1], chosen, other):
         return None
+    chosen_scores = np.take_along_axis(worth, chosen, axis=1)
+    if np.mean(chosen_scores.mean(1) > worth.mean(1)) < 0.5:
+        return None  # what lies beside them is not what they were chosen by
     tolerance = _TIED * error * float(np.sqrt(np.mean(worth**2)))
     rows: list[int] = []
     tied, gap = 0, 0.0
     for row, (before, after) in enumerate(zip(chosen.tolist(), other.tolist(), strict=True)):
         left, came = set(before) - set(after), set(after) - set(before)
-        if not left:
+        if not left or row in padding:
             continue
         rows.append(row)
         apart = max(abs(float(worth[row, i] - worth[row, j])) for i in left for j in came) if came else float("inf")

@@ -8,10 +8,12 @@ result["int8"].rows               # one candidate's
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from layerscope.checks import Numbers
 from layerscope.compare.metrics import Metrics
 from layerscope.errors import NoSuchPoint
 from layerscope.points import Moment, Point
@@ -21,14 +23,14 @@ __all__ = ["KINDS", "PARTED", "Against", "Comparison", "Floor", "Kind", "Row", "
 Kind = Literal["same", "noise", "inherited", "root", "nonfinite", "degenerate", "missing", "unpaired"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 PARTED: tuple[Kind, ...] = ("root", "nonfinite", "inherited")
-Word = Literal["same", "noise", "differs"]
+Word = Literal["same", "noise", "quantised", "cannot tell", "differs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
     """How much error is to be expected here without any fault: a relative L2 error, and what says so.
 
-    `source` is the address of a noise run, or `estimate`.
+    `source` is `floors`, the address of a noise run, or `estimate`.
     """
 
     error: float
@@ -40,7 +42,11 @@ class Row:
     """One aligned pair, or one point that found no partner, with the judgement and its reason.
 
     `point` is the reference's name, or the candidate's where only that has it (`reference_has` is False then);
-    `counterpart` is the candidate's. `method` says how the two were paired. `ratio` is the error over the floor.
+    `counterpart` is the candidate's. `method` says how the two were paired. `ratio` is the relative L2 error over the
+    floor in the class of `arithmetic`, `excess` the number that is furthest over its limit, in limits, `checked` the
+    same of the module's own check. `evidence` says by what a root is one: `weights`, `check` or `excess`. Where
+    rounding alone is `chaotic`, nothing is told. `numbers` are those that were judged: without padding and without rows
+    that choices sent elsewhere.
     """
 
     point: Point
@@ -54,6 +60,12 @@ class Row:
     floor: Floor | None = None
     ratio: float | None = None
     reference_has: bool = True
+    excess: float | None = None
+    evidence: str = ""
+    checked: float | None = None
+    arithmetic: str = ""
+    chaotic: bool = False
+    numbers: Numbers | None = None
 
     @property
     def name(self) -> str:
@@ -152,7 +164,27 @@ class Comparison:
 
         return terminal.render(document(self))
 
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to look at: one file, which needs nothing else."""
+        from layerscope.compare.page import page
+        from layerscope.report import html
+
+        html.save(page(self), path)
+
+    def _repr_html_(self) -> str:
+        from layerscope.compare.page import summary
+        from layerscope.report import html
+
+        return html.fragment(summary(self))
+
+    def plot(self) -> Any:
+        """Draw the error over depth as a matplotlib figure; raises MissingExtra without matplotlib."""
+        from layerscope.compare.page import curves
+        from layerscope.report.plotting import figure
+
+        return figure(*curves(self))
+
 
 def _severity(word: Word) -> int:
-    order: Sequence[Word] = ("same", "noise", "differs")
+    order: Sequence[Word] = get_args(Word)
     return order.index(word)

@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 
 from layerscope.compare.metrics import Sets
-from layerscope.stats.bits import Array
+from layerscope.stats.tensor_views import Array
 
 __all__ = ["SetCounts"]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 import numpy as np
 
 from layerscope.errors import Unsupported
-from layerscope.stats.bits import Array, Bits, byte_values, item_of, read
+from layerscope.stats.tensor_views import Array, Bits, byte_values, item_of, read
 from layerscope.store import Entry
 from layerscope.store.dtypes import stored
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from layerscope.stats.bits import Array
+from layerscope.stats.tensor_views import Array
 
 __all__ = ["Alone", "Swept", "Together", "alone", "together"]
 

@@ -15,8 +15,8 @@ from typing import final
 import numpy as np
 
 from layerscope.compare.metrics import Tokens
-from layerscope.stats.bits import Array
 from layerscope.stats.sketch import Sketch
+from layerscope.stats.tensor_views import Array
 
 __all__ = ["TokenErrors"]
 

@@ -23,7 +23,7 @@ def rounded(x=X, seed=1, error=2.0**-9):
 
 def run(*records, address="memory", **manifest):
     made = MemoryRun(Manifest(**manifest))
-    made.address = address
+    made._source.address = address
     for text, *when, tensor in records:
         made.add(Point.parse(text), when[0] if when else Moment(), tensor=tensor)
     return made
@@ -76,7 +76,7 @@ def test_a_fault_is_named_and_without_it_there_is_noise():
 
 def test_what_a_noise_run_shows_is_the_basis():
     found = compare(REFERENCE, HEALTHY, noise=[NOISE])
-    assert found.candidates[0].basis == "the floor that runs/noise shows; an error may be 1.5 times it"
+    assert found.candidates[0].basis == "the floor that runs/noise shows; an error may be 2 times it"
     assert found.noise == ("runs/noise",)
     assert {row.floor.source for row in found.rows} == {"runs/noise"}
     assert "an error may be 3 times it" in compare(REFERENCE, HEALTHY, noise=NOISE, limit=3).candidates[0].basis
@@ -85,16 +85,15 @@ def test_what_a_noise_run_shows_is_the_basis():
 def test_rows_before_the_noise_run_s_first_point_are_said_to_be_estimated():
     partial = run(("layers.1", rounded(X * 2, 8)), address="runs/noise")
     found = compare(REFERENCE, HEALTHY, noise=partial)
-    assert [row.floor.source for row in found.rows] == ["estimate", "runs/noise", "runs/noise"]
-    assert found.candidates[0].basis.endswith("(1 rows have an estimate instead)")
+    assert [row.floor.source for row in found.rows] == ["estimate", "runs/noise", "estimate"]
+    assert found.candidates[0].basis.endswith("; an estimate for 2 rows")
 
 
 def test_without_a_noise_run_the_basis_is_an_estimate_of_the_coarsest_dtype():
     halves = layers([X.half(), (X * 2).half(), (X * 3).half()])
     found = compare(REFERENCE, halves)
-    assert found.candidates[0].basis.startswith(
-        "an estimate: no noise run was given, so the floor is the rounding of float16"
-    )
+    assert found.candidates[0].basis.startswith("an estimate of what float16 costs")
+    assert "record the reference with floors=True" in found.candidates[0].basis
     assert found.verdict.word == "noise"
     assert found.noise == ()
 
@@ -130,7 +129,7 @@ def test_a_noise_run_with_other_names_is_aligned():
 def test_a_rule_that_only_the_noise_run_needs_is_used_there():
     odd = layers([rounded(seed=7), rounded(X * 2, 8), rounded(X * 3, 9)], "deep.part_{}.out", address="runs/noise")
     rules = [Rule("pair", f"layers.{n}", f"deep.part_{n}.out") for n in range(3)]
-    found = compare(REFERENCE, FAULTY, noise=odd, rules=rules)
+    found = compare(REFERENCE, FAULTY, noise=odd, pairing=rules)
     assert {row.floor.source for row in found.rows} == {"runs/noise"}
     assert kinds(found) == ["noise", "root", "inherited"]
 
@@ -266,7 +265,7 @@ def test_fused_and_split_projections_are_compared_part_by_part(tmp_path):
     split = run(*((f"attn.{name}", part.contiguous()) for name, part in parts.items()))
     fused = run(("attn.qkv_proj", wide))
     (tmp_path / "rules").write_text("# fused there\nfuse **.q_proj, **.k_proj, **.v_proj -> **.qkv_proj\n")
-    found = compare(split, fused, rules=tmp_path / "rules")
+    found = compare(split, fused, pairing=tmp_path / "rules")
     array, cut = wide.double().numpy(), {"q_proj": slice(0, 8), "k_proj": slice(8, 12), "v_proj": slice(12, 16)}
     for row in found.rows:
         name = row.name.removeprefix("attn.")
@@ -274,7 +273,7 @@ def test_fused_and_split_projections_are_compared_part_by_part(tmp_path):
         assert row.metrics.mae == pytest.approx(np.mean(abs(array[..., cut[name]] - r)), rel=1e-9)
         assert str(row.counterpart) == "attn.qkv_proj:output"
     assert kinds(found) == ["root", "same", "same"]
-    back = compare(fused, split, rules="split **.qkv_proj -> **.q_proj, **.k_proj, **.v_proj")
+    back = compare(fused, split, pairing="split **.qkv_proj -> **.q_proj, **.k_proj, **.v_proj")
     assert kinds(back) == ["root", "same", "same"]
 
 
@@ -286,7 +285,7 @@ def test_the_floor_of_a_split_projection_is_that_of_its_noisiest_part():
         return run(("gate", halves[0]), ("up", halves[1]), address=address)
 
     found = compare(
-        run(("gate_up", wide)), parts(3, "runs/c"), noise=parts(4, "runs/noise"), rules="split gate_up -> gate, up"
+        run(("gate_up", wide)), parts(3, "runs/c"), noise=parts(4, "runs/noise"), pairing="split gate_up -> gate, up"
     )
     assert kinds(found) == ["noise", "noise"]
 
@@ -294,7 +293,7 @@ def test_the_floor_of_a_split_projection_is_that_of_its_noisiest_part():
 def test_a_rule_meant_for_one_candidate_leaves_the_others_alone():
     renamed = run(("out.final", X * 3), ("layers.0", X), ("layers.1", X * 2), address="runs/renamed")
     same_names = layers([X, X * 2, X * 3], address="runs/copy")
-    found = compare(REFERENCE, same_names, renamed, rules="pair layers.2 -> out.final")
+    found = compare(REFERENCE, same_names, renamed, pairing="pair layers.2 -> out.final")
     assert kinds(found, 0) == kinds(found, 1) == ["same"] * 3
     assert [row.method for row in found["renamed"].rows] == ["exact", "exact", "override"]
     assert {row.method for row in found["copy"].rows} == {"exact"}
@@ -302,16 +301,16 @@ def test_a_rule_meant_for_one_candidate_leaves_the_others_alone():
 
 def test_a_rule_meant_for_none_is_an_error():
     with pytest.raises(NoSuchPoint, match="the rule `ignore nowhere` matches nothing"):
-        compare(REFERENCE, HEALTHY, FAULTY, rules="ignore nowhere")
+        compare(REFERENCE, HEALTHY, FAULTY, pairing="ignore nowhere")
 
 
 def test_a_rule_that_is_none_names_its_line():
     with pytest.raises(BadText, match="line 2"):
-        compare(REFERENCE, HEALTHY, rules="ignore layers.0\nnonsense here")
+        compare(REFERENCE, HEALTHY, pairing="ignore layers.0\nnonsense here")
 
 
 def test_ignored_points_are_counted():
-    found = compare(REFERENCE, FAULTY, rules="ignore layers.1\nignore layers.2", noise=NOISE)
+    found = compare(REFERENCE, FAULTY, pairing="ignore layers.1\nignore layers.2", noise=NOISE)
     assert kinds(found) == ["noise"]
     assert "2 points are ignored by rule" in found.candidates[0].notes
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from layerscope.compare.measure import EPSILON, Values, measure
 from layerscope.compare.metrics import PERCENTILES, Metrics
 from layerscope.errors import Damaged, Unsupported
 from layerscope.points import Moment, Point
-from layerscope.stats.bits import ITEMS
+from layerscope.stats.tensor_views import ITEMS
 from layerscope.store import Blob, Manifest, MemoryRun, Writer, open_run
 
 # The package exports the function under the same name.
@@ -203,30 +204,30 @@ def test_any_two_dtypes_have_numpys_metrics(one):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [2, 1022, 1024, 40_000])
-def test_any_size_has_numpys_metrics_by_either_engine(dtype, size, sweeping):
-    r, c = some(dtype, (size,), seed=1), some(dtype, (size,), seed=2)
-    assert_true(measure(r, c), r, c)
+def test_any_size_has_numpys_metrics_by_either_engine(dtype, sweeping):
+    for size in (2, 1022, 1024, 40_000):
+        r, c = some(dtype, (size,), seed=1), some(dtype, (size,), seed=2)
+        assert_true(measure(r, c), r, c)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 1023, 1024, 1025, 32_768 + 3, 140_001])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_activations_and_their_rounding_have_numpys_metrics(dtype, size, sweeping):
-    r = torch.randn(size)
-    c = (r + 0.01 * torch.randn(size)).to(dtype)
-    assert_true(measure(r, c), r, c)
+def test_activations_and_their_rounding_have_numpys_metrics(dtype, sweeping):
+    for size in (1, 2, 7, 1023, 1024, 1025, 32_768 + 3, 140_001):
+        r = torch.randn(size)
+        c = (r + 0.01 * torch.randn(size)).to(dtype)
+        assert_true(measure(r, c), r, c)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (0, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
-def test_nothing_and_a_single_number_have_an_answer(dtype, shape, sweeping):
-    r = torch.full(shape, 3).to(dtype)
-    c = torch.full(shape, 5).to(dtype)
-    metrics = measure(r, c)
-    assert_true(metrics, r, c)
-    assert metrics.fraction_equal == (0.0 if metrics.count else 1.0)
-    if shape == ():
-        assert (metrics.max_abs, metrics.worst.index, metrics.scale) == (2.0, (), 5 / 3)
+def test_nothing_and_a_single_number_have_an_answer(dtype, sweeping):
+    for shape in ((), (0,), (3, 0, 2), (0, 4)):
+        r = torch.full(shape, 3).to(dtype)
+        c = torch.full(shape, 5).to(dtype)
+        metrics = measure(r, c)
+        assert_true(metrics, r, c)
+        assert metrics.fraction_equal == (0.0 if metrics.count else 1.0)
+        if shape == ():
+            assert (metrics.max_abs, metrics.worst.index, metrics.scale) == (2.0, (), 5 / 3)
 
 
 @pytest.mark.parametrize(
@@ -241,13 +242,13 @@ def test_nothing_and_a_single_number_have_an_answer(dtype, shape, sweeping):
     ],
     ids=["transposed", "permuted", "strided", "offset", "expanded", "flipped"],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64], ids=str)
-def test_strides_change_nothing(dtype, view):
-    r, c = some(dtype, (6, 50, 9), seed=3), some(dtype, (6, 50, 9), seed=4)
-    solid = measure(view(r).clone(memory_format=torch.contiguous_format), view(c).contiguous())
-    assert measure(view(r), view(c)) == solid
-    assert measure(view(r), view(c).contiguous()) == solid
-    assert_true(solid, view(r), view(c))
+def test_strides_change_nothing(view):
+    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.complex64):
+        r, c = some(dtype, (6, 50, 9), seed=3), some(dtype, (6, 50, 9), seed=4)
+        solid = measure(view(r).clone(memory_format=torch.contiguous_format), view(c).contiguous())
+        assert measure(view(r), view(c)) == solid
+        assert measure(view(r), view(c).contiguous()) == solid
+        assert_true(solid, view(r), view(c))
 
 
 def test_lazily_conjugated_tensors_are_what_they_stand_for():
@@ -271,12 +272,11 @@ def test_packed_float4_is_compared_value_by_value():
     assert measure(packed, packed.clone()).bitwise
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_tensor_elsewhere_is_measured_on_a_copy(dtype, monkeypatch):
-    r, c = some(dtype, (3, 5, 66), seed=1), some(dtype, (3, 5, 66), seed=2)
-    expected = measure(r, c)
+def test_a_tensor_elsewhere_is_measured_on_a_copy(monkeypatch):
+    pairs = [(some(dtype, (3, 5, 66), seed=1), some(dtype, (3, 5, 66), seed=2)) for dtype in DTYPES]
+    expected = [measure(r, c) for r, c in pairs]
     monkeypatch.setattr(streams, "elsewhere", lambda side: True)
-    assert measure(r, c) == expected
+    assert [measure(r, c) for r, c in pairs] == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -391,20 +391,20 @@ def test_a_constant_has_no_correlation(size, sweeping):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [4, 5000])
-def test_equal_bits_are_exactly_zero_apart(dtype, size, sweeping):
-    r = some(dtype, (size,), seed=9)
-    metrics = measure(r, r.clone())
-    assert metrics.bitwise
-    assert metrics.equal == metrics.count == metrics.compared
-    zeros = (metrics.mean, metrics.std, metrics.mae, metrics.max_abs, metrics.mse, metrics.rmse)
-    assert {*zeros, *metrics.percentiles, metrics.percentile_bound} == {0.0}
-    relative = (metrics.relative_l2, metrics.relative_mse, metrics.relative_mae, metrics.max_relative)
-    assert {*relative, metrics.mean_relative} == {0.0}
-    assert (metrics.correlation, metrics.cosine, metrics.scale, metrics.sqnr) == (1.0, 1.0, 1.0, math.inf)
-    assert metrics.worst is None
-    assert metrics.reference == metrics.candidate
-    assert_true(metrics, r, r)
+def test_equal_bits_are_exactly_zero_apart(dtype, sweeping):
+    for size in (4, 5000):
+        r = some(dtype, (size,), seed=9)
+        metrics = measure(r, r.clone())
+        assert metrics.bitwise
+        assert metrics.equal == metrics.count == metrics.compared
+        zeros = (metrics.mean, metrics.std, metrics.mae, metrics.max_abs, metrics.mse, metrics.rmse)
+        assert {*zeros, *metrics.percentiles, metrics.percentile_bound} == {0.0}
+        relative = (metrics.relative_l2, metrics.relative_mse, metrics.relative_mae, metrics.max_relative)
+        assert {*relative, metrics.mean_relative} == {0.0}
+        assert (metrics.correlation, metrics.cosine, metrics.scale, metrics.sqnr) == (1.0, 1.0, 1.0, math.inf)
+        assert metrics.worst is None
+        assert metrics.reference == metrics.candidate
+        assert_true(metrics, r, r)
 
 
 def test_equal_constants_have_no_correlation_and_equal_zeros_no_cosine(sweeping):
@@ -450,17 +450,16 @@ def test_a_reference_of_zeros_has_no_relative_error(sweeping):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e5m2, torch.complex64], ids=str)
-@pytest.mark.parametrize("place", [0, 6, 1023, 1024, 5000, -1])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_left_out_counted_and_located(dtype, place, bad, sweeping):
-    r, c = some(dtype, (9001,), seed=1), some(dtype, (9001,), seed=2)
-    c[place] = bad
-    metrics = measure(r, c)
-    assert metrics.nonfinite == (type(metrics.nonfinite))(1, 1, (place % 9001,))
-    assert metrics.reference.finite
-    assert not metrics.candidate.finite
-    assert_true(metrics, r, c)
-    assert_true(measure(c, r), c, r)
+def test_what_is_not_finite_is_left_out_counted_and_located(dtype, sweeping):
+    for place, bad in product((0, 6, 1023, 1024, 5000, -1), (math.nan, math.inf, -math.inf)):
+        r, c = some(dtype, (9001,), seed=1), some(dtype, (9001,), seed=2)
+        c[place] = bad
+        metrics = measure(r, c)
+        assert metrics.nonfinite == (type(metrics.nonfinite))(1, 1, (place % 9001,))
+        assert metrics.reference.finite
+        assert not metrics.candidate.finite
+        assert_true(metrics, r, c)
+        assert_true(measure(c, r), c, r)
 
 
 def test_the_same_nan_and_the_same_infinity_are_equal(sweeping):
@@ -615,20 +614,21 @@ def entry_of(tensor, name="x"):
     return next(run.records(name))
 
 
-@pytest.mark.parametrize("part", [4, 50, 96, 1000, 1 << 18])
 @pytest.mark.parametrize("shape", [(2, 20, 48), (30, 48), (48,)], ids=str)
-def test_a_cut_of_a_fused_tensor_is_compared_with_its_part(part, shape, monkeypatch):
-    monkeypatch.setattr(streams, "PART", part)
-    fused = torch.randn(shape)
-    alone = fused[..., 16:40] + 0.1 * torch.randn(*shape[:-1], 24)
-    expected = measure(alone, fused[..., 16:40].contiguous())
-    found = measure(Values(entry_of(alone)), Values(entry_of(fused), cut=(16, 40)))
-    assert (found.shape, found.worst, found.equal) == (expected.shape, expected.worst, expected.equal)
-    assert_true(found, alone, fused[..., 16:40])
-    back = measure(Values(entry_of(fused), cut=(16, 40)), Values(entry_of(alone)))
-    assert_true(back, fused[..., 16:40], alone)
-    permuted = fused.clone().permute(*reversed(range(fused.ndim))).contiguous().permute(*reversed(range(fused.ndim)))
-    assert measure(Values(entry_of(alone)), Values(entry_of(permuted), cut=(16, 40))) == found
+def test_a_cut_of_a_fused_tensor_is_compared_with_its_part(shape, monkeypatch):
+    for part in (4, 50, 96, 1000, 1 << 18):
+        monkeypatch.setattr(streams, "PART", part)
+        fused = torch.randn(shape)
+        alone = fused[..., 16:40] + 0.1 * torch.randn(*shape[:-1], 24)
+        expected = measure(alone, fused[..., 16:40].contiguous())
+        found = measure(Values(entry_of(alone)), Values(entry_of(fused), cut=(16, 40)))
+        assert (found.shape, found.worst, found.equal) == (expected.shape, expected.worst, expected.equal)
+        assert_true(found, alone, fused[..., 16:40])
+        back = measure(Values(entry_of(fused), cut=(16, 40)), Values(entry_of(alone)))
+        assert_true(back, fused[..., 16:40], alone)
+        turned = tuple(reversed(range(fused.ndim)))
+        permuted = fused.permute(turned).contiguous().permute(turned)
+        assert measure(Values(entry_of(alone)), Values(entry_of(permuted), cut=(16, 40))) == found
 
 
 def test_the_same_values_in_another_shape_are_compared_when_asked():
@@ -736,10 +736,10 @@ def grown(path, megabytes, threads):
 
 
 def test_memory_does_not_grow_with_the_tensor(tmp_path):
-    size, growth, whole = grown(tmp_path / "run", 330, 2)
-    assert size == 330
+    size, growth, whole = grown(tmp_path / "run", 120, 2)
+    assert size == 120
     assert growth < 60
-    assert whole > 300  # the check can fail
+    assert whole > 100  # the check can fail
 
 
 @pytest.mark.stress

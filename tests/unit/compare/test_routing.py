@@ -51,7 +51,7 @@ def test_of_several_experts_that_changed_the_widest_gap_counts():
     scores = torch.tensor([[1.0, 1.001, 1.002, 5.0]])
     near = flips(torch.tensor([[0, 3]]), torch.tensor([[1, 3]]), scores, error=ERROR)
     assert near.at_near_ties
-    one_far = flips(torch.tensor([[0, 1]]), torch.tensor([[2, 3]]), scores, error=ERROR)
+    one_far = flips(torch.tensor([[2, 3]]), torch.tensor([[0, 1]]), scores, error=ERROR)
     assert one_far.gap == pytest.approx(4.0)
     assert not one_far.at_near_ties
 

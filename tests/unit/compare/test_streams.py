@@ -12,7 +12,7 @@ from layerscope.errors import Unsupported
 @pytest.mark.parametrize("part", [1, 5, 7, 1000])
 def test_parts_are_equally_long_and_in_order(part, monkeypatch):
     monkeypatch.setattr(streams, "PART", part)
-    monkeypatch.setattr("layerscope.stats.bits._COPY", 11)
+    monkeypatch.setattr("layerscope.stats.tensor_views._COPY", 11)
     x, y = torch.arange(60.0).reshape(3, 20), torch.arange(60.0).reshape(20, 3).T
     found = [(one.items.copy(), other.items.copy()) for one, other in pairs(stream(x), stream(y))]
     assert all(one.size == other.size <= part for one, other in found)
