@@ -22,23 +22,22 @@ from torch import nn
 
 from layerscope.compare.rows import Verdict
 from layerscope.compare.rules import Rule, parse_rules
-from layerscope.diagnose.blaming import suspects_of
-from layerscope.diagnose.confirming import confirm, demoted
-from layerscope.diagnose.evidence import evident
-from layerscope.diagnose.explaining import explain
+from layerscope.diagnose.causes.explaining import explain
 from layerscope.diagnose.finding import Blame, Final, Finding, Judged, called
-from layerscope.diagnose.guiding import Guidance, Guided, Place
-from layerscope.diagnose.judging import is_doubtful
-from layerscope.diagnose.looking import look_again
-from layerscope.diagnose.measuring import Measured
-from layerscope.diagnose.packed import packed_weights
-from layerscope.diagnose.passes import Passes, told
-from layerscope.diagnose.quantised import quantised
-from layerscope.diagnose.ranking import ranked
-from layerscope.diagnose.rows import Row, code_of, judged_rows
-from layerscope.diagnose.sides import Side
-from layerscope.diagnose.state import kept
+from layerscope.diagnose.judge.evidence import evident
+from layerscope.diagnose.judge.judging import is_doubtful
+from layerscope.diagnose.judge.measuring import Measured
+from layerscope.diagnose.judge.packed import packed_weights
+from layerscope.diagnose.judge.peers import quantised
+from layerscope.diagnose.judge.proof import confirm, demoted, ranked
+from layerscope.diagnose.judge.rows import Row, code_of, judged_rows
+from layerscope.diagnose.judge.second_look import look_again
+from layerscope.diagnose.judge.suspects import suspects_of
+from layerscope.diagnose.replay.passes import Passes, told
+from layerscope.diagnose.replay.replay import Guidance, Guided, Place
+from layerscope.diagnose.replay.sides import Side
 from layerscope.errors import BadModel, Unsupported
+from layerscope.runtimes.state import kept
 
 __all__ = ["diagnose"]
 
@@ -49,14 +48,14 @@ def diagnose(
     inputs: object,
     *,
     backward: bool = False,
-    rules: str | PathLike[str] | Sequence[Rule] = (),
+    pairing: str | PathLike[str] | Sequence[Rule] = (),
     tell: Callable[[str], None] | None = None,
 ) -> Finding:
     """Name the module where two models that should agree part, with the cause; `root` is None when they are healthy.
 
     `inputs` is a dict of keyword arguments, a tuple of positional ones, or one tensor; floating tensors are cast to
     each model's dtype and device. `backward` judges gradients too, from the model's loss or the mean square of its
-    first output. `rules` declare which modules are the same, as for `compare`: text, a file, or rules.
+    first output. `pairing` declares which modules are the same, as for `compare`: text, a file, or rules.
     """
     for model in (reference, candidate):
         if not isinstance(model, nn.Module):
@@ -65,7 +64,7 @@ def diagnose(
             raise Unsupported(
                 f"{type(model).__name__} has weights on the meta device, which hold no numbers; load them first."
             )
-    parsed = _parsed(rules)
+    parsed = _parsed(pairing)
     say = tell or (lambda _: None)
     with kept(reference, candidate) as restore:
         ours = Side.of(reference, inputs, backward=backward)

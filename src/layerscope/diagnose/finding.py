@@ -8,8 +8,9 @@ print(finding)
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from layerscope.compare.rows import Verdict
 from layerscope.diagnose.causes import Cause
@@ -118,10 +119,30 @@ class Finding:
         return self.roots[0].cause if self.roots else None
 
     def __str__(self) -> str:
-        from layerscope.diagnose.document import document
+        from layerscope.diagnose.page.document import document
         from layerscope.report import terminal
 
         return terminal.render(document(self))
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to look at: one file, which needs nothing else."""
+        from layerscope.diagnose.page.html import page
+        from layerscope.report import html
+
+        html.save(page(self), path)
+
+    def _repr_html_(self) -> str:
+        from layerscope.diagnose.page.document import document
+        from layerscope.report import html
+
+        return html.fragment(document(self))
+
+    def plot(self) -> Any:
+        """Draw every module's error and floor as a matplotlib figure; raises MissingExtra without matplotlib."""
+        from layerscope.diagnose.page.html import curves
+        from layerscope.report.plotting import figure
+
+        return figure(*curves(self))
 
 
 def called(name: str) -> str:

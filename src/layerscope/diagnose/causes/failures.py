@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from layerscope.diagnose.causes.cause import Case, Cause
+from layerscope.diagnose.causes.cause import Case, Cause, indices, shape
 from layerscope.diagnose.causes.closeness import Values, away, precision, wide
 from layerscope.diagnose.causes.parameters import parts
-from layerscope.diagnose.causes.wording import indices, shape
 
 __all__ = ["nonfinite", "other_shape", "raised", "random"]
 

@@ -14,11 +14,10 @@ from typing import TypeAlias
 
 import torch
 
-from layerscope.diagnose.causes.cause import Cause
+from layerscope.diagnose.causes.cause import Cause, indices, times
 from layerscope.diagnose.causes.grids import Grid, grid_of
 from layerscope.diagnose.causes.orders import order_of
 from layerscope.diagnose.causes.sums import Lines, Sums, same
-from layerscope.diagnose.causes.wording import indices, times
 
 __all__ = ["relation"]
 

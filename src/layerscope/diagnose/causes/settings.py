@@ -13,9 +13,8 @@ from types import BuiltinFunctionType, FunctionType
 
 from torch import nn
 
-from layerscope.diagnose.causes.cause import Case, Cause
+from layerscope.diagnose.causes.cause import Case, Cause, listed
 from layerscope.diagnose.causes.parameters import parts
-from layerscope.diagnose.causes.wording import listed
 
 __all__ = ["differing_configuration", "differing_settings"]
 

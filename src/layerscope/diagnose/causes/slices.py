@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from layerscope.diagnose.causes.cause import Case, Cause, Kind
+from layerscope.diagnose.causes.cause import Case, Cause, Kind, indices, times
 from layerscope.diagnose.causes.closeness import Values, away
 from layerscope.diagnose.causes.orders import described, nearest_order
-from layerscope.diagnose.causes.wording import indices, times
 
 __all__ = ["confined", "displaced", "in_another_order", "some_scaled", "some_zeroed"]
 

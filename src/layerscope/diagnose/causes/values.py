@@ -11,11 +11,10 @@ import math
 
 import torch
 
-from layerscope.diagnose.causes.cause import Case, Cause
+from layerscope.diagnose.causes.cause import Case, Cause, share, times
 from layerscope.diagnose.causes.closeness import Values, away, precision, wide
 from layerscope.diagnose.causes.grids import Grid, grid_of
 from layerscope.diagnose.causes.parameters import dense, held, parts
-from layerscope.diagnose.causes.wording import share, times
 
 __all__ = ["left_out", "on_a_bound", "on_a_grid", "rounded_to", "scaled", "shifted"]
 

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from layerscope.diagnose.causes.cause import Case, Cause
+from layerscope.diagnose.causes.cause import Case, Cause, listed, shape
 from layerscope.diagnose.causes.parameters import dense, held, paired, parts
 from layerscope.diagnose.causes.relations import relation
 from layerscope.diagnose.causes.sums import same
-from layerscope.diagnose.causes.wording import listed, shape
 
 __all__ = ["differing_weights", "quantised_weights"]
 
