@@ -2,7 +2,7 @@
 
     function_at("models/mine.py:make")()
 
-This runs the user's own code, and is the only place that does.
+This runs the user's own code. So does, apart from it, what opens a file of a program: `runtimes/files.py`, `compiled/`.
 """
 
 from __future__ import annotations

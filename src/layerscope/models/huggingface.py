@@ -11,13 +11,16 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerscope.errors import BadModel, MissingExtra
 from layerscope.models.inputs import bytes_as_ids
 from layerscope.models.quiet import quiet
 from layerscope.models.tokens import TOKENIZERS
 from layerscope.models.weight_files import read_weights, weight_files
+
+if TYPE_CHECKING:
+    from layerscope.models.packed import Packing
 
 __all__ = ["Checkpoint", "is_checkpoint", "load_checkpoint"]
 
@@ -87,17 +90,26 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             "run; load it yourself in a file.py:function that returns the model."
         )
     transformers = _transformers(folder)
+    from layerscope.models.packed import packing_of
+
+    packing = packing_of(config, folder)
     with _quiet(transformers):
         kind = _class_of(config, folder, transformers)
         try:
-            model, info = kind.from_pretrained(
-                folder,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=any(folder.glob("*.safetensors")),
-                dtype="auto",
-                output_loading_info=True,
+            model, info = (
+                kind.from_pretrained(
+                    folder,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=any(folder.glob("*.safetensors")),
+                    dtype="auto",
+                    output_loading_info=True,
+                )
+                if packing is None
+                else _unpacked(transformers, kind, folder, packing)
             )
+        except BadModel:
+            raise
         except Exception as error:
             raise _refused(folder, f"transformers {transformers.__version__} cannot load it", error) from error
     missing = sorted(info.get("missing_keys") or ())
@@ -108,6 +120,40 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             "weights drawn at random would mislead. If that is meant, load it yourself in a file.py:function."
         )
     return Checkpoint(model.eval(), folder)
+
+
+def _unpacked(transformers: Any, kind: Any, folder: Path, packing: Packing) -> tuple[Any, dict[str, Any]]:
+    """Load a GPTQ or AWQ checkpoint as the float model that its weights stand for."""
+    import torch
+
+    from layerscope.models.packed import Unpacked, unpacked
+
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    del config.quantization_config
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
+    weights, names = unpacked(read_weights(folder), packing, dtype, folder=folder)
+    with torch.device("meta"):
+        modules = kind(config).named_modules()
+    # GPT-2's own kind of Linear has its weight the other way round; quantisers pack it as any other.
+    sideways = {f"{name}.weight" for name, module in modules if type(module).__name__ == "Conv1D"}
+    for name in sideways.intersection(names):
+        weights[name] = weights[name].t().contiguous()
+    model, info = kind.from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, local_files_only=True
+    )
+    left = sorted(info.get("unexpected_keys") or ())
+    if set(left) & set(names):
+        raise BadModel(f"{str(folder)!r} has a packed weight {left[0]!r}, which {kind.__name__} has no place for.")
+    for name in names:
+        path, _, last = name.rpartition(".")
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:  # transformers has put it together with others
+            continue
+        weight = Unpacked(module._parameters[last].data, requires_grad=False)
+        weight.packing = str(packing)
+        module._parameters[last] = weight
+    return model, info
 
 
 def _transformers(folder: Path) -> Any:

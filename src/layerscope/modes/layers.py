@@ -2,6 +2,7 @@
 
 stack_of(model)                     # ['model.layers.0', ..., 'model.layers.7']
 chosen_layers(model, "first,last")  # ['model.layers.0', 'model.layers.7']
+component_taps(model, "0", "ssm")   # ['backbone.layers.0.mixer.scan:input[0]', 'backbone.layers.0.mixer.scan:output']
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from layerscope.errors import NoSuchPoint
+from layerscope.errors import BadText, NoSuchPoint
 from layerscope.points import Point, escape
 from layerscope.runtimes import find
+from layerscope.store.layouts.components import COMPONENTS
 from layerscope.store.layouts.decoder import decoder
 
-__all__ = ["chosen_layers", "stack_of"]
+__all__ = ["chosen_layers", "component_taps", "stack_of"]
 
 _WORDS = re.compile(r"(?:first|last|all|-?\d{1,9})(?:,(?:first|last|all|-?\d{1,9}))*")
 
@@ -44,3 +46,23 @@ def chosen_layers(model: Any, text: str) -> list[str]:
             )
         chosen[stack[depth]] = None
     return [escape(name) for name in chosen]
+
+
+def component_taps(model: Any, layers: str, components: str) -> list[str]:
+    """Return patterns for what goes into components of these layers and what comes out: `conv,ssm`."""
+    words = components.split(",")
+    unknown = [word for word in words if word not in COMPONENTS]
+    if unknown:
+        raise BadText(f"--components has no {unknown[0]!r}; there are {', '.join(COMPONENTS)}, several with commas.")
+    names = [place.name for place in find(model).points(model)]
+    taps: dict[str, None] = {}
+    for layer in chosen_layers(model, layers):
+        for word in words:
+            inside = [
+                n for n in names if escape(n).startswith(f"{layer}.") and n.rpartition(".")[2] in COMPONENTS[word]
+            ]
+            if not inside:
+                called = " or ".join(COMPONENTS[word])
+                raise NoSuchPoint(f"{layer} of {type(model).__name__} has no {word}: a module {called} is looked for.")
+            taps |= dict.fromkeys(f"{escape(n)}:{side}" for n in inside for side in ("input[0]", "output"))
+    return list(taps)

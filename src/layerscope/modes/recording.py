@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,11 +22,12 @@ from layerscope.errors import RunExists, Unsupported
 from layerscope.models import Inputs
 from layerscope.modes.feeding import fingerprint_of, fitted
 from layerscope.modes.registry import Mode, Setting, variant
+from layerscope.modes.stopping import Enough, ending
 from layerscope.patterns import select, split
 from layerscope.points import Moment, Point
 from layerscope.recorder import record
 from layerscope.runtimes.eager import points
-from layerscope.store import Reader
+from layerscope.store import Run
 from layerscope.store.address import folder
 from layerscope.store.manifest import NAME
 
@@ -42,7 +43,7 @@ class Recorded:
 
     mode: Mode
     address: str | None
-    run: Reader | None = None
+    run: Run | None = None
     error: Exception | None = None
 
 
@@ -57,17 +58,20 @@ def record_modes(
     settings: Mapping[str, Any] | None = None,
     name: str | None = None,
     keep: Any = None,
+    statistics: str = "full",
     when: str | None = None,
     append: bool = False,
     seed: int = 0,
     forward: Forward | None = None,
     stop_after: str | None = None,
+    floors: bool = True,
     tell: Tell | None = None,
 ) -> Iterator[Recorded]:
     """Record each mode of `model` on all of `batches`, into `to`/MODE (None: in memory), and yield it when it is done.
 
     A mode that fails is yielded with its error, and the next one is tried. `settings` (plain values) go into every run,
     beside the fingerprint of the inputs. `forward` is how a batch is run, without gradients where it is left out.
+    The first mode is the reference of the others; its run carries floors, unless `floors` is false.
     `stop_after` names a module after whose first call a forward ends, where nothing later is recorded.
     """
     asked = [taps] if isinstance(taps, str) else list(taps)
@@ -75,26 +79,30 @@ def record_modes(
     if not append:
         _refuse_existing([address for address in addresses if address is not None])
     given = fingerprint_of(batches)
+    stopped = {} if stop_after is None else {"stop_after": stop_after}
     progress = _Progress(tell or (lambda what, done, total: None), _expected(model, asked), len(batches), len(modes))
 
-    def recorded(mode: Mode, address: str | None) -> Reader:
+    def recorded(mode: Mode, address: str | None) -> Run:
         own = variant(model, mode, setting)
         recording = record(
             own,
             asked,
             to=address,
             keep=keep,
+            statistics=statistics,
             when=when,
             append=append,
             name=name,
             mode=mode.name,
-            settings={"inputs": given, **(settings or {})},
+            settings={"inputs": given, **stopped, **(settings or {})},
             listener=progress,
+            floors=floors and mode is modes[0] and len(modes) > 1 and stop_after is None and not append,
+            tell=progress.measuring,
         )
         torch.manual_seed(seed)
-        with recording, _ending(own, stop_after):
+        with recording, ending(own, stop_after):
             for batch in batches:
-                with suppress(_Enough):
+                with suppress(Enough):
                     (forward or plain_forward)(own, fitted(batch, own))
                 progress.did_one()
         return recording.run
@@ -109,25 +117,6 @@ def record_modes(
         except Exception as raised:
             error = _explained(raised, mode, model)
         yield Recorded(mode, address, run, error)
-
-
-class _Enough(BaseException):
-    """Ends a forward of which no more is recorded; no model's own `except Exception` keeps it going."""
-
-
-@contextmanager
-def _ending(model: nn.Module, name: str | None) -> Iterator[None]:
-    """End each forward when the module has returned; the recorder's own hook there came first and has its value."""
-
-    def end(module: nn.Module, args: object, output: object) -> None:
-        raise _Enough
-
-    handle = None if name is None else model.get_submodule(name).register_forward_hook(end)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
 def place_of(to: str | os.PathLike[str], mode: Mode) -> str:
@@ -192,6 +181,10 @@ class _Progress:
     def seen(self, point: Point, moment: Moment, tensor: torch.Tensor, summary: object) -> None:
         self._seen = min(self._seen + 1, self._expected)  # a point with several leaves makes several records
         self._say(point.place)
+
+    def measuring(self, what: str, done: int, total: int) -> None:
+        """Say what is measured of the reference, which counts for no record."""
+        self._say(what)
 
     def _say(self, what: str) -> None:
         self._tell(f"{self._mode}: {what}", self._forwards * self._expected + self._seen, self._total)

@@ -10,7 +10,6 @@ in the cache folder under everything that decides it: weights, token ids and alp
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 from layerscope.errors import BadText, Damaged, Unsupported
+from layerscope.log import log
 from layerscope.models.mamba import Grids, Mamba
 from layerscope.modes.quamba.int8 import LIMIT
 from layerscope.store import cache_folder, strictjson
@@ -32,7 +32,6 @@ from layerscope.store.checksum import crc32c, text
 
 __all__ = ["Calibration", "Scales", "calibrate", "stored_calibration"]
 
-_log = logging.getLogger("layerscope")
 
 # Counts up when other scales come of the same settings.
 _VERSION = 1
@@ -234,7 +233,7 @@ def _remembered(place: Path, settings: Settings) -> Calibration | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        _log.warning("the calibration remembered in %s cannot be used (%s); calibrating anew", place, error)
+        log.warning("the calibration remembered in %s cannot be used (%s); calibrating anew", place, error)
         return None
     return known
 
