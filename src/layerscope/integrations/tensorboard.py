@@ -8,22 +8,31 @@ A histogram is read from the sketch that a summary has (`statistics="full"`); no
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerscope import ranks
-from layerscope.errors import MissingExtra
+from layerscope.errors import LayerscopeError, MissingExtra
 from layerscope.integrations.pictures import picture
 from layerscope.integrations.tags import STATISTICS, distributions, known, numbers
+from layerscope.points import Point
+from layerscope.rules import Frame, Reading
+from layerscope.store import Run, open_run
 
 if TYPE_CHECKING:
-    from layerscope.rules import Alarm, Frame
+    from layerscope.compare import Comparison
+    from layerscope.rules import Alarm
     from layerscope.stats import Summary
 
-__all__ = ["TensorBoard"]
+__all__ = ["TensorBoard", "write_comparison", "write_run"]
+
+MEASURES = ("relative_l2", "max_abs", "mean_abs", "mse", "cosine", "correlation", "sqnr")
 
 PARTS, OCTAVES = 8, 6  # of a histogram: about a hundred bins
 
@@ -63,6 +72,10 @@ class TensorBoard:
             values += drawn.value
         self._writer.add_summary(Values(value=values), frame.moment.step)
 
+    def add(self, values: Any, step: int) -> None:
+        """Write values of our own making."""
+        self._writer.add_summary(values, step)
+
     def alarm(self, alarm: Alarm) -> None:
         """Write an alarm as text, at once."""
         from torch.utils.tensorboard.summary import text
@@ -74,6 +87,57 @@ class TensorBoard:
     def close(self) -> None:
         """Write out what is held back."""
         self._writer.close()
+
+
+def write_run(run: Run, folder: str | os.PathLike[str], *, statistics: Sequence[str] = STATISTICS) -> int:
+    """Write the statistics of a recorded run, a step for each of its own; returns how many records were written."""
+    sink = TensorBoard(folder, statistics=statistics)
+    written = 0
+    try:
+        for moment in sorted({replace(moment, call=0, rank=0) for moment in run.moments}):
+            found: dict[Point, Summary] = {}
+            for entry in run.records(epoch=moment.epoch, step=moment.step, batch=moment.batch):
+                when = entry.moment
+                if when.epoch != moment.epoch:
+                    continue
+                summary = entry.summary or run.summary(
+                    entry.point, epoch=when.epoch, step=when.step, batch=when.batch, call=when.call, rank=when.rank
+                )
+                before = found.get(entry.point)
+                found[entry.point] = summary if before is None else before + summary
+                written += 1
+            sink.write(Frame(moment, tuple(Reading(point, summary) for point, summary in found.items())))
+    finally:
+        sink.close()
+    return written
+
+
+def write_comparison(comparison: Comparison, folder: str | os.PathLike[str]) -> int:
+    """Write every measure of every row, a folder for each candidate, so that TensorBoard lays them over each other.
+
+    Beside them stand the histograms of all the runs that are still where they were. Returns how many rows were written.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary as Values
+
+    written = 0
+    for nth, against in enumerate(comparison):
+        name = re.sub(r"[^\w.-]+", "_", against.candidate).strip(".") or str(nth)
+        sink = TensorBoard(Path(folder, name))
+        try:
+            for row in against.compared:
+                numbers = {measure: getattr(row.metrics, measure) for measure in MEASURES}
+                numbers |= {"ratio": row.ratio, "floor": row.floor.error if row.floor is not None else None}
+                told = {f"{key}/{row.point}": value for key, value in numbers.items() if value is not None}
+                values = [Values.Value(tag=tag, simple_value=value) for tag, value in told.items()]
+                sink.add(Values(value=values), row.moment.step)
+                written += 1
+        finally:
+            sink.close()
+    runs = [(comparison.reference, comparison.address), *((a.candidate, a.address) for a in comparison)]
+    for name, address in runs:
+        with contextlib.suppress(LayerscopeError, OSError):
+            write_run(open_run(address), Path(folder, "runs", re.sub(r"[^\w.-]+", "_", name).strip(".") or "run"))
+    return written
 
 
 def _histogram(summary: Summary) -> Any:

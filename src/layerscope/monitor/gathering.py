@@ -16,6 +16,7 @@ from typing import final
 
 import torch
 
+from layerscope.log import log
 from layerscope.monitor.captures import Capture, Held, held_in, shape_of
 from layerscope.monitor.layers import Choice, Layer
 from layerscope.points import Leaf, Moment, Point
@@ -24,8 +25,6 @@ from layerscope.runtimes.values import rebuilt
 from layerscope.store.losses import Losses
 
 __all__ = ["Gathered"]
-
-_log = logging.getLogger("layerscope")
 
 
 @final
@@ -69,7 +68,7 @@ class Gathered:
         """Tell whether the forward that begins is recorded at all."""
         why = self._begins()
         if why is not None:
-            _log.debug("a forward is skipped: %s", why)
+            log.debug("a forward is skipped: %s", why)
         return why is None
 
     def seen(self, point: Point, moment: Moment, tensor: torch.Tensor, summary: object) -> None:
@@ -86,12 +85,12 @@ class Gathered:
         leaves, self._local.leaves = self._leaves(), {}
         assert moment.epoch is not None
         if self._keeps is not None and not self._keeps(value):
-            _log.debug("%s is skipped at %s: _custom_condition says no", point.name, moment)
+            log.debug("%s is skipped at %s: _custom_condition says no", point.name, moment)
             return
         try:
             tree = rebuilt(value, lambda leaf, _: leaves[leaf])
         except KeyError as leaf:
-            _log.debug("%s is skipped at %s: its leaf %s cannot be recorded", point.name, moment, leaf)
+            log.debug("%s is skipped at %s: its leaf %s cannot be recorded", point.name, moment, leaf)
             return
         capture = Capture(moment.epoch, moment.batch, moment, tree, self.samples)
         for layer in self._at.get(point.name, ()):
@@ -118,9 +117,9 @@ class Gathered:
                 "the Monitor keeps the last call, the run has them all.",
                 once=f"calls of {layer.name}",
             )
-        if _log.isEnabledFor(logging.DEBUG):
+        if log.isEnabledFor(logging.DEBUG):
             where = "in memory" if capture.in_memory else "in the run"
-            _log.debug("%s is captured at %s: shape %s, %s", layer.alias, capture.moment, shape_of(capture.tree), where)
+            log.debug("%s is captured at %s: shape %s, %s", layer.alias, capture.moment, shape_of(capture.tree), where)
 
     # What there is --------------------------------------------------------------------------------
 

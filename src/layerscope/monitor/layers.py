@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from layerscope.errors import BadText, NoSuchPoint
+from layerscope.log import log
 from layerscope.patterns import select
 from layerscope.points import Moment, Point, unwrapped
 from layerscope.runtimes import eager
@@ -27,8 +28,6 @@ _TYPES: tuple[RecordType, ...] = get_args(RecordType)
 
 # A condition, and what to say of a moment for which it does not hold.
 Term = tuple[Schedule, Callable[[Moment], str]]
-
-_log = logging.getLogger("layerscope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +137,9 @@ class Choice(Schedule):
             return seen[1]
         why = next((why for schedule, why in self._terms if not schedule(moment)), None)
         self._seen = key, why is None
-        if why is not None and _log.isEnabledFor(logging.DEBUG):
+        if why is not None and log.isEnabledFor(logging.DEBUG):
             for alias in self._aliases:
-                _log.debug("%s is skipped at %s: %s", alias, moment, why(moment))
+                log.debug("%s is skipped at %s: %s", alias, moment, why(moment))
         return why is None
 
     def __str__(self) -> str:

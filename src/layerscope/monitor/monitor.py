@@ -42,7 +42,7 @@ from layerscope.monitor.stored import Stored
 from layerscope.points import Point
 from layerscope.recorder import Recording, Tap, record
 from layerscope.schedules import Schedule
-from layerscope.store import Reader
+from layerscope.store import Run
 from layerscope.store.address import rank_folder
 from layerscope.store.losses import Losses
 
@@ -246,7 +246,7 @@ class Monitor:
         return {each.key: list(each.samples) for each in captures if each.samples is not None}
 
     @property
-    def run(self) -> Reader:
+    def run(self) -> Run:
         """Everything captured so far, every epoch and every call, as a run to read."""
         return self._stored.run
 

@@ -10,15 +10,14 @@ that is gone) mostly stays wrong for a while, and every attempt costs the traini
 
 from __future__ import annotations
 
-import logging
 from typing import final
 
+from layerscope.log import log
 from layerscope.monitor.frames import Frame, Sink
 from layerscope.rules import Alarm
 
 __all__ = ["Outlet"]
 
-_log = logging.getLogger("layerscope")
 
 _LONGEST = 256  # frames that are passed over between two attempts
 
@@ -65,7 +64,7 @@ class Outlet:
         except Exception as error:
             self._failed("close", error)
         if self._lost or self._alarms:
-            _log.warning(
+            log.warning(
                 "%s did not take %d of %d frames and %d alarms; it failed %d times, at last with %s",
                 self._name, self._lost, self._frames, self._alarms, self._failures, self._because,
             )  # fmt: skip
@@ -74,7 +73,7 @@ class Outlet:
         self._failures += 1
         self._because = f"{type(error).__name__}: {error}"
         if self._failures == 1:
-            _log.warning(
+            log.warning(
                 "%s.%s raised %s; the training goes on, and it is tried again now and then",
                 self._name, verb, self._because,
             )  # fmt: skip

@@ -6,12 +6,12 @@ shelf.put(layer, captures)         # out/single_epoch_1_000.pt, or None
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
 from layerscope.errors import LayerscopeError
+from layerscope.log import log
 from layerscope.monitor.captures import Capture, shape_of
 from layerscope.monitor.items import Format, next_number, write_item
 from layerscope.monitor.layers import Layer
@@ -21,8 +21,6 @@ from layerscope.recorder.copying import undisturbed
 from layerscope.store.losses import Losses
 
 __all__ = ["Shelf"]
-
-_log = logging.getLogger("layerscope")
 
 
 @final
@@ -54,7 +52,7 @@ class Shelf:
         except (OSError, RuntimeError, LayerscopeError) as error:  # torch's writer raises RuntimeError on a full disk
             self._losses.say(f"{layer.alias} could not be saved as {stem}: {error}", once=f"{layer.alias} {error}")
             return None
-        _log.debug("%s is saved as %s", layer.alias, path)
+        log.debug("%s is saved as %s", layer.alias, path)
         return path
 
     def _put_single(self, stem: str, layer: Layer, captures: Sequence[Capture], format: Format) -> Path:

@@ -23,7 +23,7 @@ from layerscope.recorder import Recording
 from layerscope.recorder.copying import undisturbed
 from layerscope.store import Run, open_run
 from layerscope.store.losses import Losses
-from layerscope.store.reader import Entry
+from layerscope.store.run import Entry
 
 __all__ = ["Stored"]
 

@@ -13,7 +13,6 @@ that `to` names.
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,15 +27,19 @@ import torch
 
 from layerscope import ranks
 from layerscope.errors import NothingRecorded, Stopped
+from layerscope.log import log
 from layerscope.monitor.frames import Frame, Gathering, Sink
 from layerscope.monitor.leaving import leave_on_sigterm
 from layerscope.monitor.outlets import Outlet
+from layerscope.monitor.page import page, record_of
 from layerscope.monitor.units import unit_axes
 from layerscope.monitor.updates import Updates
 from layerscope.monitor.wishes import bounds_of, innermost, maps_of, other_side, points_of
+from layerscope.pages.alarms import keep
 from layerscope.points import Moment, Point
 from layerscope.recorder import Recording, Tap, record
-from layerscope.recorder.taps import Level, schedule_of
+from layerscope.recorder.taps import level_of, schedule_of
+from layerscope.report import html
 from layerscope.rules import Alarm, ParameterReading, Rule, parse_rule
 from layerscope.schedules import ALWAYS, Schedule
 from layerscope.schedules import every as every_nth
@@ -45,7 +48,6 @@ from layerscope.store import MemoryRun, Run
 
 __all__ = ["Watch", "watch"]
 
-_log = logging.getLogger("layerscope")
 
 _T = TypeVar("_T")
 
@@ -59,7 +61,7 @@ def watch(
     to: str | os.PathLike[str] | None = None,
     every: int | Schedule | str = 1,
     taps: str | Sequence[str] = "**",
-    statistics: Level = "moments",
+    statistics: str = "moments",
     gradients: bool = False,
     parameters: bool = False,
     attention: str | Sequence[str] | Tap = (),
@@ -73,7 +75,8 @@ def watch(
     without gradients) is passed over; a step that a gradient scaler leaves out becomes part of the next. Without one,
     every forward is a step, whose frame is whole when the next begins.
 
-    `taps` are patterns; `statistics="full"` adds histograms. `gradients` adds the gradients of the tapped outputs;
+    `taps` are patterns; `statistics="full"` adds histograms, `"channels"` the statistics of each channel.
+    `gradients` adds the gradients of the tapped outputs;
     `parameters` adds, for each trainable parameter, its gradient and its update-to-weight ratio, for a copy of the
     parameters during the optimizer's step. `attention` names attention modules that return their weights beside their
     output (`nn.MultiheadAttention` called with `need_weights`, transformers with eager attention): the maps of the
@@ -135,7 +138,7 @@ class Watch:
         to: str | os.PathLike[str] | None,
         schedule: Schedule | None,
         patterns: tuple[str, ...],
-        statistics: Level,
+        statistics: str,
         gradients: bool,
         inputs: bool,
         units: bool,
@@ -149,13 +152,14 @@ class Watch:
         self.counts: Counter[tuple[str, str]] = Counter()
         self._model = model
         self._optimizer = optimizer
+        self._to = None if to is None else os.fspath(to)
         self._schedule = schedule = ALWAYS if schedule is None else schedule
         early = [optimizer is not None and rule.action == "stop" and "parameters" not in rule.needs for rule in rules]
         self._early = [rule for rule, yes in zip(rules, early, strict=True) if yes]  # look before the optimizer's step
         self._late = [rule for rule, yes in zip(rules, early, strict=True) if not yes]
         self._outlets = [Outlet(sink) for sink in sinks]
         self._on_alarm = on_alarm
-        self._updates = Updates(model, level=statistics) if parameters else None
+        self._updates = Updates(model, level=level_of(statistics)[0]) if parameters else None
         self._moment = Moment(rank=ranks.rank())
         self._paused = False
         self._snapshots: Counter[str] = Counter()
@@ -209,10 +213,10 @@ class Watch:
         try:
             self._stack.__exit__(kind, error, trace)
         except NothingRecorded as nothing:
-            _log.warning("nothing was watched: %s", nothing)
+            log.warning("nothing was watched: %s", nothing)
         for missing in self._recording.missing:
             if missing.point in self._maps:
-                _log.warning("no attention map came from %s: %s", missing.point, missing.reason)
+                log.warning("no attention map came from %s: %s", missing.point, missing.reason)
         if error is None:
             self._raise_if_stopped()
 
@@ -251,6 +255,18 @@ class Watch:
     def run(self) -> Run | MemoryRun:
         """What was recorded: statistics, maps and snapshots in the run that `to` named; in memory, snapshots."""
         return self._recording.run
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to look at: one file, which needs nothing else."""
+        html.save(page(self.alarms, self.run, self._name_of_run), path)
+
+    def _repr_html_(self) -> str:
+        parts = page(self.alarms, self.run, self._name_of_run)
+        return html.fragment(parts)
+
+    @property
+    def _name_of_run(self) -> str:
+        return "a watched training" if self._to is None else self._to
 
     @property
     def recording(self) -> Recording:
@@ -357,11 +373,13 @@ class Watch:
 
     def _raised(self, alarm: Alarm) -> None:
         self.alarms.append(alarm)
-        _log.warning("%s", alarm)
+        log.warning("%s", alarm)
         if alarm.action == "stop":
             self._stop = self._stop or alarm
         elif alarm.action == "snapshot":
             self._quietly("a snapshot", self._take_snapshot, alarm)
+        if self._to is not None and "://" not in self._to:
+            self._quietly("keeping an alarm", keep, self._to, record_of(alarm))
         for outlet in self._outlets:
             outlet.alarm(alarm)
         if self._on_alarm is not None:
@@ -380,7 +398,7 @@ class Watch:
             if sight.intact:
                 self._recording.add(sight.point, sight.moment, sight.tensor, summary=sight.summary)
         if changed:
-            _log.warning(
+            log.warning(
                 "the snapshot at %s is without %s: changed in place since",
                 alarm.moment,
                 ", ".join(sorted(set(changed))),
@@ -398,5 +416,5 @@ class Watch:
         except Exception as error:
             self._failures[what] += 1
             if self._failures[what] == 1:
-                _log.warning("%s raised %s: %s; the training goes on", what, type(error).__name__, error)
+                log.warning("%s raised %s: %s; the training goes on", what, type(error).__name__, error)
             return None

@@ -8,35 +8,52 @@ This package knows no run, row or verdict: whoever owns a value builds its docum
 
 from __future__ import annotations
 
-from layerscope.report import json, markdown, terminal
+from layerscope.report import html, json, markdown, terminal
 from layerscope.report.parts import (
     Cell,
+    Choice,
     Column,
+    Curves,
     Data,
     Document,
+    Event,
     Fact,
     Facts,
+    Fold,
     Heading,
+    HeatMap,
+    Histograms,
+    Line,
     Notes,
     Part,
     Profile,
     Sentence,
     Table,
+    Timeline,
 )
 
 __all__ = [
     "Cell",
+    "Choice",
     "Column",
+    "Curves",
     "Data",
     "Document",
+    "Event",
     "Fact",
     "Facts",
+    "Fold",
     "Heading",
+    "HeatMap",
+    "Histograms",
+    "Line",
     "Notes",
     "Part",
     "Profile",
     "Sentence",
     "Table",
+    "Timeline",
+    "html",
     "json",
     "markdown",
     "terminal",

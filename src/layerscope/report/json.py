@@ -10,7 +10,23 @@ import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from layerscope.report.parts import Data, Document, Facts, Heading, Notes, Profile, Sentence, Table, Value
+from layerscope.report.parts import (
+    Choice,
+    Curves,
+    Data,
+    Document,
+    Facts,
+    Fold,
+    Heading,
+    HeatMap,
+    Histograms,
+    Notes,
+    Profile,
+    Sentence,
+    Table,
+    Timeline,
+    Value,
+)
 
 __all__ = ["JSON", "SUFFIX", "render", "strict"]
 
@@ -28,7 +44,11 @@ def render(document: Document) -> str:
     page: dict[str, JSON] = {"title": document.title, "sentences": sentences}
     for part in document.parts:
         match part:
-            case Sentence() | Notes() | Facts() | Table() | Profile() if part.audience == "page":
+            case Heading() | Fold() | Choice():
+                pass  # a heading names what follows, and the keys do that here; the others are for eyes
+            case Data():
+                page[part.key] = strict(part.value() if callable(part.value) else part.value)
+            case _ if part.audience == "page":
                 pass
             case Sentence():
                 sentences.append(_sentence(part))
@@ -43,10 +63,25 @@ def render(document: Document) -> str:
                 rows += [{key: strict(row[i].value) for i, key in kept} for row in part.rows]
             case Profile():
                 page[part.key] = {"labels": list(part.labels), "values": [strict(v) for v in part.values]}
-            case Data():
-                page[part.key] = strict(part.value() if callable(part.value) else part.value)
-            case Heading():
-                pass  # it names what follows; the keys do that here
+            case Curves():
+                page[part.key] = {
+                    "labels": list(part.labels),
+                    "lines": [
+                        {"name": line.name, "values": strict(line.values), "floor": strict(line.floor)}
+                        for line in part.lines
+                    ],
+                }
+            case HeatMap():
+                page[part.key] = {
+                    "rows": list(part.rows),
+                    "columns": list(part.columns),
+                    "values": [strict(row) for row in part.values],
+                }
+            case Histograms():
+                counts: dict[str, JSON] = {name: list(counts) for name, counts in part.counts}
+                page[part.key] = {"edges": strict(part.edges), "counts": counts}
+            case Timeline():
+                page[part.key] = [{"at": event.at, "text": event.text, "tone": event.tone} for event in part.events]
     return json.dumps(page, indent=1, allow_nan=False) + "\n"
 
 

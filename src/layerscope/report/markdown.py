@@ -6,20 +6,29 @@ Path("report.md").write_text(markdown.render(document))
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 
 from layerscope.report.parts import (
     Cell,
+    Choice,
     Column,
+    Curves,
     Data,
     Document,
     Fact,
     Facts,
+    Fold,
     Heading,
+    HeatMap,
+    Histograms,
     Kind,
     Notes,
+    Part,
+    Picture,
     Profile,
     Sentence,
     Table,
+    Timeline,
 )
 from layerscope.report.writing import bar, landmarks, number, printable, shares, spark, write
 
@@ -35,27 +44,65 @@ _RIGHT = ("count", "number", "percent", "bytes")
 
 def render(document: Document) -> str:
     """Write the document as Markdown that shows every name as it is."""
-    blocks = [f"# {_text(document.title)}"]
-    for part in document.parts:
+    blocks = [f"# {_text(document.title)}", *_blocks(document.parts)]
+    return "\n\n".join(b for b in blocks if b) + "\n"
+
+
+def _blocks(parts: Iterable[Part]) -> Iterator[str]:
+    for part in parts:
         match part:
-            case Sentence() | Notes() | Facts() | Table() | Profile() if part.audience == "data":
-                pass
-            case Heading():
-                blocks.append(f"## {_text(part.text)}")
-            case Sentence():
-                blocks.append(_sentence(part))
-            case Notes():
-                blocks.append("\n".join(f"- {_sentence(s)}" for s in part.shown))
-            case Facts():
-                blocks.append(_text(part.title))
-                blocks.append("\n".join(_fact(fact) for fact in part.items if fact.audience != "data"))
-            case Table():
-                blocks.append(_table(part))
-            case Profile():
-                blocks.append(_profile(part))
             case Data():
                 pass
-    return "\n\n".join(b for b in blocks if b) + "\n"
+            case Heading():
+                yield f"## {_text(part.text)}"
+            case Fold():
+                yield f"### {_text(part.title)}"
+                yield from _blocks(part.parts)
+            case Choice():
+                for name, chosen in part.options:
+                    yield f"**{_text(part.title)}: {_text(name)}**"
+                    yield from _blocks(chosen)
+            case _ if part.audience == "data":
+                pass
+            case Sentence():
+                yield _sentence(part)
+            case Notes():
+                yield "\n".join(f"- {_sentence(s)}" for s in part.shown)
+            case Facts():
+                yield _text(part.title)
+                yield "\n".join(_fact(fact) for fact in part.items if fact.audience != "data")
+            case Table():
+                yield _table(part)
+            case Profile():
+                yield _profile(part)
+            case Curves() | HeatMap() | Histograms() | Timeline():
+                yield f"**{_text(part.title)}**"
+                yield _table(_as_table(part))
+
+
+def _as_table(picture: Picture) -> Table:
+    """Return the numbers of a picture: a row for each place, event or bin."""
+    at = Column("at", "", "name")
+    match picture:
+        case Curves():
+            lines = [(line.name, line.values) for line in picture.lines]
+            lines += [(f"floor of {line.name}", line.floor) for line in picture.lines if line.floor]
+            columns = [Column(str(i), name, "number") for i, (name, _) in enumerate(lines)]
+            rows = zip(picture.labels, *(values for _, values in lines), strict=True)
+            return Table.of(picture.key, [at, *columns], rows)
+        case HeatMap():
+            columns = [Column(str(i), name, "number") for i, name in enumerate(picture.columns)]
+            cells = ((name, *values) for name, values in zip(picture.rows, picture.values, strict=True))
+            return Table.of(picture.key, [at, *columns], cells)
+        case Histograms():
+            columns = [Column(str(i), name, "count") for i, (name, _) in enumerate(picture.counts)]
+            bins = zip(picture.bins, *(counts for _, counts in picture.counts), strict=True)
+            return Table.of(picture.key, [at, *columns], bins)
+        case Timeline():
+            columns = [Column("at", picture.unit, "count"), Column("what", "what")]
+            return Table.of(
+                picture.key, columns, ((event.at, Cell(event.text, event.tone)) for event in picture.events)
+            )
 
 
 def _sentence(sentence: Sentence) -> str:

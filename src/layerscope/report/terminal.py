@@ -14,17 +14,23 @@ from typing import TYPE_CHECKING
 
 from layerscope.report.parts import (
     Cell,
+    Choice,
     Column,
+    Curves,
     Data,
     Document,
     Facts,
+    Fold,
     Heading,
+    HeatMap,
+    Histograms,
     Kind,
     Notes,
     Part,
     Profile,
     Sentence,
     Table,
+    Timeline,
     Tone,
 )
 from layerscope.report.writing import aligned, bar, landmarks, middle, number, printable, shares, spark, write
@@ -97,13 +103,24 @@ class _Page:
             before = part
 
     def _part(self, part: Part, under: int, beside: int) -> Iterator[RenderableType]:
+        from rich.cells import cell_len
+
         match part:
             case Data():
                 pass
-            case Sentence() | Notes() | Facts() | Table() | Profile() if part.audience == "data":
-                pass
             case Heading():
                 yield self._text(part.text, "bold cyan")
+            case Fold():
+                yield self._text(part.title, "bold")
+                for inner in part.parts:
+                    yield from self._part(inner, under, beside)
+            case Choice():
+                for name, chosen in part.options:
+                    yield self._text(f"{part.title}: {name}", "bold")
+                    for inner in chosen:
+                        yield from self._part(inner, under, beside)
+            case _ if part.audience == "data":
+                pass
             case Sentence():
                 yield self._sentence(part)
             case Notes():
@@ -115,6 +132,16 @@ class _Page:
                 yield from self._table(part)
             case Profile():
                 yield from self._profile(part, under)
+            case Curves() | HeatMap() | Histograms():
+                yield self._text(part.title)
+                profiles = list(part.profiles())
+                widest = max((cell_len(printable(profile.title)) for profile in profiles), default=0)
+                for profile in profiles:
+                    yield from self._profile(profile, widest)
+            case Timeline():
+                yield self._text(part.title)
+                for event in part.events:
+                    yield self._bullet(Sentence(f"{part.unit} {event.at:,}: {event.text}", event.tone))
 
     def _sentence(self, sentence: Sentence) -> Text:
         line = self._text(_SIGNS[sentence.tone], _STYLES[sentence.tone])
@@ -148,6 +175,8 @@ class _Page:
         """Draw a profile; `under` is how wide the titles are, so that one line starts under the other."""
         found = landmarks(profile)
         if found is None:
+            if profile.labels:
+                yield self._text(f"{printable(profile.title)}: not measured", "dim")
             return
         line = self._text(middle(printable(profile.title), self._title_room), "dim")
         line.pad_right(min(under, self._title_room) - line.cell_len + GAP)

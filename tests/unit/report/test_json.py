@@ -5,7 +5,27 @@ import math
 
 import pytest
 
-from layerscope.report import Cell, Column, Data, Document, Fact, Facts, Heading, Notes, Profile, Sentence, Table
+from layerscope.report import (
+    Cell,
+    Choice,
+    Column,
+    Curves,
+    Data,
+    Document,
+    Event,
+    Fact,
+    Facts,
+    Fold,
+    Heading,
+    HeatMap,
+    Histograms,
+    Line,
+    Notes,
+    Profile,
+    Sentence,
+    Table,
+    Timeline,
+)
 from layerscope.report.json import render
 
 HOSTILE = "a\x1b[2J\n</script>\u202e\ud800|`层"
@@ -85,4 +105,36 @@ def test_what_is_for_eyes_alone_is_not_in_json_and_what_was_not_measured_is_null
         "title": "d",
         "sentences": [{"text": "fact", "tone": "plain"}],
         "p": {"labels": ["a", "b"], "values": [None, 1.0]},
+    }
+
+
+def test_pictures_are_their_numbers_and_what_is_for_eyes_is_not_there():
+    page = read(
+        Document(
+            "runs/x",
+            (
+                Curves(
+                    "c", "error", ("a", "b"), (Line("int8", (1.0, math.nan), (0.5, None)), Line("int4", (2.0, None)))
+                ),
+                HeatMap("h", "rms", ("a",), ("0", "1"), ((1.0, math.inf),)),
+                Histograms("v", "values", (-1.0, 0.0, 1.0), (("fp32", (3, 4)),)),
+                Timeline("t", "alarms", (0, 9), (Event(3, "dead", "warn"),)),
+                Choice("by", (("mse", (Sentence("one"),)),)),
+                Fold("more", (Sentence("two"),)),
+            ),
+        )
+    )
+    assert page == {
+        "title": "runs/x",
+        "sentences": [],
+        "c": {
+            "labels": ["a", "b"],
+            "lines": [
+                {"name": "int8", "values": [1.0, "NaN"], "floor": [0.5, None]},
+                {"name": "int4", "values": [2.0, None], "floor": []},
+            ],
+        },
+        "h": {"rows": ["a"], "columns": ["0", "1"], "values": [[1.0, "Infinity"]]},
+        "v": {"edges": [-1.0, 0.0, 1.0], "counts": {"fp32": [3, 4]}},
+        "t": [{"at": 3, "text": "dead", "tone": "warn"}],
     }

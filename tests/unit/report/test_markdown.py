@@ -1,11 +1,32 @@
 """Documents as Markdown; the oracle is markdown-it, an independent reader of it."""
 
+import math
 from itertools import pairwise
 
 import pytest
 from markdown_it import MarkdownIt
 
-from layerscope.report import Cell, Column, Data, Document, Fact, Facts, Heading, Notes, Profile, Sentence, Table
+from layerscope.report import (
+    Cell,
+    Choice,
+    Column,
+    Curves,
+    Data,
+    Document,
+    Event,
+    Fact,
+    Facts,
+    Fold,
+    Heading,
+    HeatMap,
+    Histograms,
+    Line,
+    Notes,
+    Profile,
+    Sentence,
+    Table,
+    Timeline,
+)
 from layerscope.report.markdown import render
 from layerscope.report.writing import printable
 
@@ -120,3 +141,26 @@ def test_what_is_for_machines_alone_is_not_on_the_page():
 def test_a_logarithmic_profile_says_where_its_peak_is():
     page = render(Document("t", (Profile("e", "error", ("a", "b", "c"), (1e-6, 1e-2, 1e-4), log=True),)))
     assert "`▁█▅` from 1.000e-6 (a) to 1.000e-4 (c), at most 0.01000 (b)" in page
+
+
+def test_pictures_are_tables_of_all_their_numbers():
+    parts = (
+        Curves("c", "error", ("a", "b"), (Line("int8", (1.0, math.nan), (0.5, None)),)),
+        HeatMap("h", "rms", ("a|b",), ("0", "1"), ((1.0, math.inf),)),
+        Histograms("v", "values", (-1.0, 0.0, 1.0), (("fp32", (3, 4)),)),
+        Timeline("t", "alarms", (0, 9), (Event(3, "dead", "warn"),)),
+        Choice("by", (("mse", (Sentence("one"),)), ("cosine", (Sentence("two"),)))),
+        Fold("more", (Sentence("three"),)),
+    )
+    text = render(Document("x", parts))
+    for line in (
+        "|  | int8 | floor of int8 |",
+        "| `b` | nan | - |",
+        "| a&#124;b | 1.000 | inf |",
+        "| `-1 to 0` | 3 |",
+        "| 3 | **dead** |",
+        "**by: cosine**",
+        "### more",
+        "three",
+    ):
+        assert line in text.splitlines(), line

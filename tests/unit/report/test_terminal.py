@@ -7,7 +7,27 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from layerscope.report import Cell, Column, Data, Document, Fact, Facts, Heading, Notes, Profile, Sentence, Table
+from layerscope.report import (
+    Cell,
+    Choice,
+    Column,
+    Curves,
+    Data,
+    Document,
+    Event,
+    Fact,
+    Facts,
+    Fold,
+    Heading,
+    HeatMap,
+    Histograms,
+    Line,
+    Notes,
+    Profile,
+    Sentence,
+    Table,
+    Timeline,
+)
 from layerscope.report.terminal import UNLIMITED, draw, render
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -173,3 +193,22 @@ def test_a_profile_with_a_long_title_stays_within_the_page(width):
     line = Profile("x", LONG, ("a" * 30, "b" * 30), (1.0, 2.0), log=True)
     text = render(Document("t", (line,)), width=width)
     assert max(cell_len(drawn) for drawn in text.splitlines()) <= width
+
+
+def test_pictures_are_lines_of_heights_on_one_scale():
+    parts = (
+        Curves("c", "error", ("a", "b"), (Line("int8", (1.0, 8.0)), Line("long name", (4.0, None)))),
+        HeatMap("h", "rms", ("a", "b"), ("0", "1"), ((0.0, 7.0), (None, None))),
+        Histograms("v", "values", (-1.0, 0.0, 1.0), (("fp32", (3, 400)),)),
+        Timeline("t", "alarms", (0, 9), (Event(3, "dead", "warn"),)),
+        Choice("by", (("mse", (Sentence("one"),)), ("cosine", (Sentence("two"),)))),
+        Fold("more", (Sentence("three"),)),
+    )
+    text = render(Document("x", parts), width=60)
+    assert "int8       ▁█" in text
+    assert "long name  ▄" in text
+    assert "a  ▁█" in text
+    assert "b: not measured" in text
+    assert "! step 3: dead" in text
+    assert "by: cosine\ntwo" in text
+    assert "more\nthree" in text

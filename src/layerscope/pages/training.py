@@ -1,0 +1,223 @@
+"""A training run to look at: layers and steps as heat maps, series of points, alarms, attention maps.
+
+    training(run, run.points)           # nothing where there is one step alone
+
+Of many steps some are read, evenly spread and always the first and the last, and a sentence says how many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from layerscope.errors import LayerscopeError
+from layerscope.pages.alarms import kept
+from layerscope.pages.choosing import Tell, by_depth
+from layerscope.points import SIDE_TITLES, Moment, Point
+from layerscope.report.parts import (
+    Choice,
+    Curves,
+    Event,
+    Heading,
+    HeatMap,
+    Line,
+    Part,
+    Sentence,
+    Timeline,
+)
+from layerscope.stats import Summary
+from layerscope.store import Entry, Run
+
+__all__ = ["alarm_parts", "training"]
+
+_T = TypeVar("_T")
+
+RECORDS = 5_000  # of which the statistics are read: about a second of a page
+ACROSS, DOWN = 160, 120  # cells of a map
+SERIES = 6
+MAPS = 8  # attention maps, of as many moments
+TOKENS = 96  # of a map, either way
+# What a map shows, and whether by powers of ten; names of Summary.row.
+STATISTICS = {"rms": True, "absmax": True, "mean": False, "std": True, "zeros": True}
+
+
+def training(run: Run, points: Sequence[Point], *, alarms: bool = True, tell: Tell) -> Iterator[Part]:
+    """Show what changes over the steps of a run."""
+    when = sorted({Moment(m.epoch, m.step, m.batch) for m in run.moments})
+    if alarms:
+        yield from alarm_parts([_event(alarm) for alarm in kept(run)], when)
+    if len(when) > 1:
+        shown = by_depth(points)
+        several = max(1, min(ACROSS, RECORDS // max(1, min(len(shown), DOWN))))
+        moments = _spread(when, several)
+        found = _read(run, _spread(shown, DOWN), moments, tell)
+        yield Heading("layers and steps")
+        if len(moments) < len(when):
+            yield Sentence(f"{len(moments):,} of {len(when):,} steps are drawn, evenly spread", "quiet")
+        if len(shown) > DOWN:
+            yield Sentence(f"{DOWN:,} of {len(shown):,} points are drawn, evenly spread", "quiet")
+        yield from _maps(found, moments)
+        yield from _series(found, moments)
+    yield from _attention(run, points)
+
+
+def alarm_parts(events: Sequence[Event], when: Sequence[Moment]) -> Iterator[Part]:
+    """Show the alarms on a timeline."""
+    if events:
+        steps = [moment.step for moment in when] + [event.at for event in events]
+        yield Heading("alarms")
+        yield Timeline("alarms", "", (min(steps), max(steps)), tuple(events), audience="page")
+
+
+def _event(alarm: dict[str, object]) -> Event:
+    step = alarm["step"]
+    assert isinstance(step, int)
+    return Event(step, f"{alarm.get('rule')}: {alarm.get('where')}: {alarm.get('because')}")
+
+
+def _spread(items: Sequence[_T], most: int) -> list[_T]:
+    """Choose so many, evenly spread, the first and the last among them."""
+    if len(items) <= most:
+        return [*items]
+    return [items[round(n * (len(items) - 1) / max(1, most - 1))] for n in range(most)]
+
+
+def _read(
+    run: Run, points: Sequence[Point], moments: Sequence[Moment], tell: Tell
+) -> dict[Point, dict[Moment, Summary]]:
+    """Return the statistics that were kept of the points at the moments, all calls and ranks added up."""
+    wanted = set(points)
+    found: dict[Point, dict[Moment, Summary]] = {point: {} for point in points}
+    for done, moment in enumerate(moments):
+        tell(str(moment), done, len(moments))
+        for entry in run.records(epoch=moment.epoch, step=moment.step, batch=moment.batch):
+            if entry.point not in wanted or entry.moment.epoch != moment.epoch:
+                continue
+            try:
+                summary = entry.summary
+            except LayerscopeError:
+                continue  # it is named among what cannot be read
+            if summary is not None:
+                before = found[entry.point].get(moment)
+                found[entry.point][moment] = summary if before is None else before + summary
+    return {point: of for point, of in found.items() if of}
+
+
+def _maps(found: dict[Point, dict[Moment, Summary]], moments: Sequence[Moment]) -> Iterator[Part]:
+    if not found:
+        yield Sentence(
+            "no statistics were kept with the tensors; record with --keep both to see them over steps", "warn"
+        )
+        return
+    columns = tuple(_when(moment) for moment in moments)
+    sides = [side for side in SIDE_TITLES if any(point.side == side for point in found)]
+    options: list[tuple[str, tuple[Part, ...]]] = []
+    for statistic, log in STATISTICS.items():
+        drawn = []
+        for side in sides:
+            rows = [point for point in found if point.side == side]
+            table = tuple(tuple(_value(found[p].get(m), statistic) for m in moments) for p in rows)
+            title = f"{statistic}, {SIDE_TITLES[side]}"
+            names = tuple(_short(point) for point in rows)
+            drawn.append(HeatMap("steps", title, names, columns, table, log=log, across="step", audience="page"))
+        options.append((statistic, tuple(drawn)))
+    yield Choice("statistic", tuple(options))
+
+
+def _value(summary: Summary | None, statistic: str) -> float | None:
+    if summary is None:
+        return None
+    if summary.finite < summary.count:
+        return math.nan  # what is left of it says nothing
+    value = getattr(summary, statistic)
+    return float(value)
+
+
+def _series(found: dict[Point, dict[Moment, Summary]], moments: Sequence[Moment]) -> Iterator[Part]:
+    """Draw the points that change most, as lines."""
+    if not found:
+        return
+
+    def change(point: Point) -> float:
+        values = [s.rms for s in found[point].values() if s.rms > 0 and math.isfinite(s.rms)]
+        broken = any(s.finite < s.count for s in found[point].values())
+        return math.inf if broken else max(values) / min(values) if values else 0.0
+
+    chosen = sorted(found, key=lambda point: -change(point))[:SERIES]
+    lines = tuple(Line(str(p), tuple(_value(found[p].get(m), "rms") for m in moments)) for p in found if p in chosen)
+    title = f"rms of the {len(lines)} points that change most" if len(found) > len(lines) else "rms"
+    labels = tuple(_when(moment) for moment in moments)
+    yield Curves("series", title, labels, lines, log=True, across="step", audience="page")
+
+
+def _when(moment: Moment) -> str:
+    return f"{moment.step}" if moment.epoch is None else f"epoch {moment.epoch} step {moment.step}"
+
+
+def _short(point: Point) -> str:
+    return str(point).removesuffix(f":{point.side}")
+
+
+# Attention --------------------------------------------------------------------------------------
+
+
+def _attention(run: Run, points: Sequence[Point]) -> Iterator[Part]:
+    """Show recorded attention maps, of the first sample, at the moments they were recorded."""
+    maps = [point for point in points if _is_map(run, point)]
+    if not maps:
+        return
+    yield Heading("attention")
+    for point in maps[:MAPS]:
+        entries = [entry for entry in run.records(point) if entry.point == point and entry.dtype is not None]
+        chosen = _spread(entries, MAPS)
+        options = []
+        try:
+            for entry in chosen:
+                options.append((str(entry.moment), tuple(_heads(entry))))
+        except ImportError:
+            yield Sentence("attention maps are read with torch, which is not installed here", "quiet")
+            return
+        except LayerscopeError as error:
+            yield Sentence(str(error), "warn")
+        if len(chosen) < len(entries):
+            yield Sentence(f"{len(chosen)} of {len(entries):,} moments of {point} are drawn, evenly spread", "quiet")
+        if options:
+            yield Choice(str(point), tuple(options))
+    if len(maps) > MAPS:
+        yield Sentence(f"{MAPS} of {len(maps)} points with attention maps are drawn", "quiet")
+
+
+def _is_map(run: Run, point: Point) -> bool:
+    """Tell whether a point's tensors are attention maps: named so, and square in their last two axes."""
+    if "attn" not in str(point) and "attention" not in str(point):
+        return False
+    entry = next((e for e in run.records(point) if e.point == point), None)
+    shape = entry.shape if entry is not None else None
+    return entry is not None and entry.dtype is not None and shape is not None and _square(shape)
+
+
+def _square(shape: tuple[int, ...]) -> bool:
+    return len(shape) in (3, 4) and shape[-1] == shape[-2] > 1 and shape[-3] <= 256
+
+
+def _heads(entry: Entry) -> Iterator[Part]:
+    tensor = entry.tensor().detach().float()
+    heads = tensor[0] if tensor.dim() == 4 else tensor
+    every = math.ceil(heads.shape[-1] / TOKENS)
+    for nth, head in enumerate(heads[:MAPS]):
+        rows = head.tolist()
+        if every > 1:  # the largest weight of each block is what a map is looked at for
+            rows = [
+                [
+                    max(v for line in rows[a : a + every] for v in line[b : b + every])
+                    for b in range(0, len(rows), every)
+                ]
+                for a in range(0, len(rows), every)
+            ]
+        labels = tuple(f"token {n * every}" for n in range(len(rows)))
+        table = tuple(tuple(float(f"{v:.6g}") for v in row) for row in rows)
+        title = f"head {nth}" + (f", the largest of each {every} by {every}" if every > 1 else "")
+        yield HeatMap("attention", title, labels, labels, table, square=True, audience="page")
+    if len(heads) > MAPS:
+        yield Sentence(f"{MAPS} of {len(heads)} heads are drawn", "quiet")

@@ -1,0 +1,9 @@
+"""The live page: the runs below a folder, each to look at, compared with each other, followed while they grow.
+
+    from layerscope.server.serving import serve
+    serve("runs", port=8800)
+
+It needs starlette and uvicorn, the extra `web`. The README beside this file says how it is kept to its user.
+"""
+
+__all__ = ["application", "comparing", "guarding", "listing", "pages", "serving"]

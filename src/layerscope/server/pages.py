@@ -1,0 +1,116 @@
+"""The page of a run, made once for all who look at it, and again when the run has changed.
+
+pages = Pages(listing)
+pages.run(id)                # HTML, or None where there is no such run
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import final
+
+from layerscope.errors import LayerscopeError
+from layerscope.pages.run import page
+from layerscope.report import Cell, Column, Document, Sentence, Table, html
+from layerscope.report.parts import Part
+from layerscope.report.writing import many
+from layerscope.server.comparing import Comparisons
+from layerscope.server.listing import Found, Listing, being_written, state_of
+from layerscope.store import open_run
+
+__all__ = ["Pages"]
+
+KEPT = 12  # pages that are remembered, of a few megabytes each at most
+
+
+@final
+class Pages:
+    """Pages by the id of their run; however many ask at once, each is made by one of them."""
+
+    def __init__(self, listing: Listing, comparisons: Comparisons) -> None:
+        self._listing = listing
+        self._comparisons = comparisons
+        self._made: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._making: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def start(self) -> str:
+        """Return the list of runs and comparisons."""
+        runs = self._listing.found()
+        columns = [
+            Column("run", "run", "name"),
+            Column("state", "state"),
+            Column("model", "model"),
+            Column("mode", "mode"),
+            Column("records", "records", "count"),
+            Column("missing", "missing", "count"),
+            Column("started", "recorded"),
+            Column("changed", "changed"),
+        ]
+        parts: list[Part] = [Sentence(f"{many(len(runs), 'run')} below {self._listing.folder.name}", "quiet")]
+        parts.append(Table.of("runs", columns, map(_cells, runs)))
+        parts += self._comparisons.parts()
+        return html.render(Document("layerscope", tuple(parts)), live="/events").replace(
+            "<body ", '<body data-pick="runs" ', 1
+        )
+
+    def run(self, id: str) -> str | None:
+        """Return the page of a run as it is now."""
+        path = self._listing.path(id)
+        if path is None or not path.is_dir():
+            return None
+        with self._lock:
+            making = self._making.setdefault(id, threading.Lock())
+        with making:
+            state = state_of(path)
+            with self._lock:
+                known = self._made.get(id)
+            if known is None or known[0] != state:
+                known = (state, self._written(id, path))
+                with self._lock:
+                    self._made[id] = known
+                    self._made.move_to_end(id)
+                    while len(self._made) > KEPT:
+                        self._made.popitem(last=False)
+        return known[1]
+
+    def _written(self, id: str, path: Path) -> str:
+        name = self._listing.name(path)
+        try:
+            reader = open_run(path)
+            document = page(reader, name)
+            close = getattr(reader, "close", None)
+            parts = (*_writer(path, reader.state), *document.parts)
+            if close is not None:
+                close()
+        except (LayerscopeError, OSError) as error:
+            parts = (Sentence(str(error), "bad"),)
+        return html.render(Document(name, parts), live=f"/events/run/{id}")
+
+
+def _writer(path: Path, state: str) -> list[Part]:
+    """Say whether a run that is not finished is being written, or has lost its writer."""
+    if state != "recording":
+        return []
+    if being_written(path):
+        return [Sentence("being written now; this page follows", "good")]
+    gone = "its writer is gone: it was killed or has crashed; `layerscope recover` seals what is there"
+    return [Sentence(gone, "bad")]
+
+
+def _cells(run: Found) -> tuple[Cell | str | int | None, ...]:
+    manifest = run.manifest
+    name = Cell(run.name, link=f"/run/{run.id}")
+    when = datetime.fromtimestamp(run.changed, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    if manifest is None:
+        return (name, Cell("unreadable", "bad"), None, None, None, None, None, when)
+    done = manifest.completeness
+    state: Cell = Cell(done.state, "good" if done.state == "complete" else "warn")
+    if done.state == "recording":
+        state = Cell("being written", "quiet") if being_written(run.path) else Cell("writer gone", "bad")
+    model = str(manifest.model.get("name") or manifest.model.get("class") or "")
+    missing = Cell(len(done.missing), "warn" if done.missing else "plain")
+    return (name, state, model, manifest.mode, done.records, missing, manifest.started[:19].replace("T", " "), when)
