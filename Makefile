@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup demo check fix test stress bench clean
+.PHONY: setup demo check fix browser test stress bench clean
 
 setup: $(STAMP)
 
@@ -21,14 +21,21 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/python tests/house/weigh.py src
 
 fix: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A browser for the tests of pages: fetched where apt can be used; where there is none, those tests are skipped and say so.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; }; } || true
+	@command -v chromium >/dev/null || echo "There is no chromium and apt could not fetch it: the tests in tests/browser are skipped."
+
 # One thread for each of the two workers: two threads on two busy cores are many times slower than one.
-test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not stress" -n 2 --dist loadfile
+test: check browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not stress" -n 2 --dist loadfile -rs
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels
 
 stress: setup

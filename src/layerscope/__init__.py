@@ -42,8 +42,10 @@ _HOME = {
     "first": "schedules",
     "get_layer_hidden_states": "compiled",
     "load_compiled": "compiled",
+    "measure_floors": "twins",
     "mode": "modes",
     "open_run": "store",
+    "outliers": "compare",
     "record": "recorder",
     "recover": "store",
     "steps": "schedules",
@@ -77,8 +79,10 @@ __all__ = [
     "first",
     "get_layer_hidden_states",
     "load_compiled",
+    "measure_floors",
     "mode",
     "open_run",
+    "outliers",
     "record",
     "recover",
     "steps",
@@ -88,7 +92,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from layerscope.compare import Comparison, Verdict, assert_runs_match, compare
+    from layerscope.compare import Comparison, Verdict, assert_runs_match, compare, outliers
     from layerscope.compiled import compile, get_layer_hidden_states, load_compiled
     from layerscope.diagnose import Finding, diagnose
     from layerscope.errors import LayerscopeError
@@ -99,6 +103,7 @@ if TYPE_CHECKING:
     from layerscope.schedules import Schedule, batches, epochs, every, first, steps, when
     from layerscope.stats import Summary, summarize
     from layerscope.store import Run, convert, open_run, recover
+    from layerscope.twins import measure_floors
 
 
 def __getattr__(name: str) -> object:

@@ -30,7 +30,7 @@ import pytest
 
 if TYPE_CHECKING:
     from layerscope.compare.rows import Comparison
-    from layerscope.store import Reader
+    from layerscope.store import Run
 
 __all__ = ["FOLDER", "UPDATE", "Layers", "layers"]
 
@@ -62,9 +62,9 @@ class Layers:
         inputs: Any,
         taps: Any = "**",
         *,
-        noise: str | os.PathLike[str] | Reader | Sequence[Any] | None = None,
+        noise: str | os.PathLike[str] | Run | Sequence[Any] | None = None,
         limit: float | None = None,
-        rules: str | os.PathLike[str] | Sequence[Any] = (),
+        pairing: str | os.PathLike[str] | Sequence[Any] = (),
         name: str | None = None,
         keep: Any = "tensor",
         allow_partial: bool = False,
@@ -73,13 +73,13 @@ class Layers:
 
         `inputs` is a mapping (keyword arguments), a tuple (positional ones) or the one argument. The model is called
         under `torch.no_grad()` and otherwise as it is: in training mode, dropout is the caller's to still. `taps` and
-        `keep` are those of `record`; `noise`, `limit`, `rules` and `allow_partial` those of
+        `keep` are those of `record`; `noise`, `limit`, `pairing` and `allow_partial` those of
         `assert_runs_match`. Without a noise run the floor is an estimate. The second check of a test is stored under
         `2`, and so on, or under the `name` it is given.
         """
         __tracebackhide__ = True
         stored = self._claim(name)
-        told = {"noise": noise, "limit": limit, "rules": rules}
+        told = {"noise": noise, "limit": limit, "pairing": pairing}
         match = _Match({key: value for key, value in told.items() if value is not None}, allow_partial)
         if self._update:
             self._store(stored, model, inputs, taps, keep, match)
@@ -118,7 +118,7 @@ class Layers:
         return f"If what the model computes now is right, store it with\n    {command}"
 
 
-def _recorded(model: Any, inputs: Any, taps: Any, keep: Any, *, to: Path | None = None) -> Reader:
+def _recorded(model: Any, inputs: Any, taps: Any, keep: Any, *, to: Path | None = None) -> Run:
     import torch
 
     from layerscope.errors import Incomplete
@@ -143,7 +143,7 @@ class _Match:
     how: Mapping[str, Any]
     allow_partial: bool
 
-    def failure(self, stored: Path, run: Reader) -> str | None:
+    def failure(self, stored: Path, run: Run) -> str | None:
         """Say where the run parts from the stored one, or why it cannot be told; None when it matches."""
         from layerscope.compare.asserting import mismatch
         from layerscope.compare.comparing import compare

@@ -162,8 +162,8 @@ def test_a_damaged_record_is_a_row_of_its_own_and_2(cli, runs, tmp_path):
     file.write_bytes(written)
     answer = cli("compare", runs / "right", damaged, "--json")
     assert answer.code == 2
-    [lost] = [row for row in read(answer.out)["rows"] if row["kind"] == "missing"]
-    assert lost["point"] == "1:output"
+    lost = [row["point"] for row in read(answer.out)["rows"] if row["kind"] == "missing"]
+    assert lost == ["1:output", "2:input[0]"]  # one tensor, stored once
     assert "not everything could be read: " in answer.err
     assert len(answer.err.splitlines()) == 1
     assert cli("compare", runs / "right", runs / "right").code == 0
@@ -255,15 +255,15 @@ def test_bands_are_changed_by_text_or_by_file(cli, modes, tmp_path):
 
 def test_rules_are_read_from_a_file(cli, modes, tmp_path):
     (tmp_path / "rules").write_text("ignore layers.0\n")
-    page = read(cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--rules", tmp_path / "rules", "--json").out)
+    page = read(cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--pairing", tmp_path / "rules", "--json").out)
     assert [row["name"] for row in page["rows"]] == ["layers.23"]
-    assert cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--rules", tmp_path / "nowhere").code == 2
+    assert cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--pairing", tmp_path / "nowhere").code == 2
     (tmp_path / "rules").write_text("marry a b\n")
-    answer = cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--rules", tmp_path / "rules")
+    answer = cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--pairing", tmp_path / "rules")
     assert answer.code == 2
     assert "marry" in answer.err
     (tmp_path / "rules").write_bytes(b"\xff\xfe\0")
-    answer = cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--rules", tmp_path / "rules")
+    answer = cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--pairing", tmp_path / "rules")
     assert answer.code == 2
     assert "is no file of rules: it is not text in UTF-8" in answer.err
 

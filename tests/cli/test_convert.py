@@ -114,8 +114,8 @@ def test_show_and_points_read_what_convert_wrote(cli, trained, layout):
     assert json.loads(cli("show", "to", "--json").out)["run"]["layout"] == layout
 
 
-def test_the_points_of_a_dump_are_listed_without_torch(fresh, tmp_path):
-    torch.save(torch.ones(2, 2), tmp_path / "layer_1_output.pt")
+def test_the_points_of_a_dump_of_arrays_are_listed_without_torch(fresh, tmp_path):
+    np.save(tmp_path / "mode_fp32_layer_0.npy", np.ones((2, 2)))
     answer = fresh("points", ".", python=("-X", "importtime"))
     assert "layers.0:output" in answer.out
     modules = {line.rsplit("|", 1)[1].strip() for line in answer.err.splitlines() if line.startswith("import time:")}

@@ -51,6 +51,10 @@ def test_the_demo_compares_every_quantisation_saves_it_all_and_says_what_to_do_n
     )
     assert "error over depth" in answer.out
     assert "0: outputs" not in answer.out  # that much is for the report
+    assert answer.out.rstrip().endswith("runs/demo.html, in any browser")
+    looked_at = (tmp_path / "runs" / "demo.html").read_text("utf-8")
+    assert "7 of 7 candidates differ from fp32" in looked_at
+    assert len(looked_at.encode()) < 1_500_000 * 7 / 8
     report = (tmp_path / "runs" / "demo.md").read_text()
     assert "## 0: outputs" in report
     assert report.count("| **`backbone.layers.23`** |") == len(QUANTISED)
@@ -59,7 +63,7 @@ def test_the_demo_compares_every_quantisation_saves_it_all_and_says_what_to_do_n
 def test_a_second_demo_takes_the_next_free_name_and_a_chosen_one_is_not_overwritten(cli, tmp_path, short):
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     assert cli("demo").code == 0
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["demo", "demo-2", "demo-2.md"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["demo", "demo-2", "demo-2.html", "demo-2.md"]
     again = cli("demo", "-o", "runs/demo-2")
     assert again.code == 2
     assert "runs/demo-2/fp32" in again.err

@@ -144,10 +144,10 @@ def test_gradients_are_judged_when_asked_for(cli, models):
 
 def test_rules_say_what_belongs_together(cli, models, tmp_path):
     (tmp_path / "pairs.txt").write_text("pair one -> a\npair two -> b\npair three -> c\n")
-    found = read(cli("diagnose", "make.py:with_inputs", "make.py:renamed", "--rules", "pairs.txt", "--json").out)
+    found = read(cli("diagnose", "make.py:with_inputs", "make.py:renamed", "--pairing", "pairs.txt", "--json").out)
     assert found["root"] == "three"
     assert found["roots"][0]["counterpart"] == "c"
-    answer = cli("diagnose", "make.py:with_inputs", "make.py:renamed", "--rules", "nowhere.txt")
+    answer = cli("diagnose", "make.py:with_inputs", "make.py:renamed", "--pairing", "nowhere.txt")
     assert answer.code == 2
     assert "nowhere.txt" in answer.err
 

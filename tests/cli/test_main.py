@@ -1,13 +1,12 @@
 """The door itself: what it imports, how it fails, how it leaves."""
 
-import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from layerscope.cli import COMMANDS, layerscope
+from layerscope.store import open_run
 
 
 def imported(err: str) -> set[str]:
@@ -24,15 +23,11 @@ def test_help_names_every_command_and_imports_no_torch(fresh):
     assert not {"torch", "numpy", "rich", "transformers"} & modules
 
 
-def test_help_takes_less_than_a_third_of_a_second_of_cpu(fresh):
-    fresh("--help")  # the first run may write bytecode
-    spent = []
-    for _ in range(3):
-        before = os.times()
-        fresh("--help")
-        after = os.times()
-        spent.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(spent) < 0.3
+def test_help_imports_little_enough_to_come_at_once(fresh):
+    """`python -m benchmarks startup` has the seconds: they are the machine's, and the modules are ours."""
+    plain = imported(fresh(python=("-X", "importtime", "-c", "import click")).err)
+    ours = imported(fresh("--help", python=("-X", "importtime")).err)
+    assert len(ours - plain) < 100
 
 
 @pytest.mark.parametrize("args", [("show",), ("points",), ("show", "--adjacent")])
@@ -50,13 +45,14 @@ def test_the_flags_of_every_command_are_these_and_no_others():
         found[name] = sorted(o for p in command.params for o in p.opts if o.startswith("-"))
     assert found == {
         "demo": ["--to", "-o"],
-        "points": ["--json"],
+        "points": ["--json", "--trust"],
         "modes": [
             *(
                 "--calib_data_num",
                 "--calib_file",
                 "--calib_seqlen",
                 "--evaluate",
+                "--html",
                 "--inputs",
                 "--json",
                 "--mode",
@@ -70,26 +66,50 @@ def test_the_flags_of_every_command_are_these_and_no_others():
                 "--calib_data_num",
                 "--calib_file",
                 "--calib_seqlen",
+                "--components",
                 "--inputs",
                 "--json",
                 "--keep",
                 "--layers",
                 "--mode",
             ),
-            *("--modes-file", "--observer", "--percentile_alpha", "--precision-faithful", "--pretrained_dir"),
-            *("--prompt", "--seed", "--side", "--to", "--when", "-o"),
+            *("--modes-file", "--no-floors", "--observer", "--percentile_alpha", "--precision-faithful"),
+            *(
+                "--pretrained_dir",
+                "--prompt",
+                "--seed",
+                "--side",
+                "--statistics",
+                "--stop-after",
+                "--to",
+                "--when",
+                "-o",
+            ),
         ],
         "show": [
-            *["--adjacent", "--batch", "--call", "--epoch", "--json", "--markdown", "--over", "--point"],
-            *["--rank", "--step"],
+            *["--adjacent", "--batch", "--call", "--channels", "--epoch", "--html", "--json", "--markdown", "--over"],
+            *["--point", "--rank", "--step"],
         ],
         "compare": [
-            *("--bands", "--detail", "--fail-on", "--json", "--limit", "--markdown", "--no-resume", "--noise"),
-            *("--points", "--rules", "--save-comparison", "--save_comparison"),
+            *(
+                "--arithmetic",
+                "--bands",
+                "--detail",
+                "--fail-on",
+                "--html",
+                "--json",
+                "--limit",
+                "--markdown",
+                "--no-resume",
+                "--noise",
+            ),
+            *("--pairing", "--points", "--save-comparison", "--save_comparison", "--tokens"),
         ],
-        "diagnose": ["--backward", "--inputs", "--json", "--markdown", "--prompt", "--rules", "--seed"],
+        "diagnose": ["--backward", "--html", "--inputs", "--json", "--markdown", "--pairing", "--prompt", "--seed"],
+        "report": ["--to", "-o"],
+        "serve": ["--port"],
         "convert": ["--batch", "--call", "--epoch", "--json", "--mode", "--overwrite", "--rank", "--step", "--to"],
-        "recover": ["--json"],
+        "recover": ["--json", "--to"],
     }
 
 
@@ -153,6 +173,40 @@ def test_a_reader_that_leaves_early_is_no_error(trained):
     assert process.wait(timeout=30) == 141  # what a shell reports of any program whose reader has gone
 
 
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("command", ["record", "show"])
+def test_streams_that_are_closed_from_the_start_are_one_clean_exit(command, closed, trained, tmp_path):
+    what = {"record": ["tiny-transformer", "**", "-o", str(tmp_path / "run")], "show": [str(trained)]}[command]
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSED, *map(str, closed), "--", command, *what],
+        capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == (141 if 1 in closed else 0)
+    assert done.stderr == b""
+    assert bool(done.stdout) == (1 not in closed)
+    if command == "record":
+        assert len(list(open_run(tmp_path / "run").records())) > 50
+
+
+CLOSED = """
+import os, sys
+at = sys.argv.index("--")
+for number in map(int, sys.argv[1:at]):
+    os.close(number)
+os.execv(sys.executable, [sys.executable, "-m", "layerscope", *sys.argv[at + 1:]])
+"""
+
+
+def test_a_full_disk_behind_stdout_is_one_sentence(trained):
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(
+            [sys.executable, "-m", "layerscope", "show", str(trained)],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "layerscope: No space left on device\n"
+
+
 def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path):
     (tmp_path / "slow.py").write_text("import time\ndef make():\n    print('here', flush=True)\n    time.sleep(60)\n")
     process = subprocess.Popen(
@@ -164,7 +218,6 @@ def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path):
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
-    time.sleep(0.2)
     process.send_signal(2)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130

@@ -223,6 +223,21 @@ def test_modes_are_measured_on_a_text_beside_their_layer_errors(cli, tmp_path):
     assert [word for word in ("last layer", "perplexity", "agrees", "KL") if word not in titles] == []
 
 
+def test_quality_is_in_the_document_for_every_renderer(cli, tmp_path):
+    from layerscope.cli.quality import evaluated, windows
+    from layerscope.modes.preparing import prepare
+    from layerscope.report import markdown
+
+    ready = prepare("tiny-transformer")
+    document, code = evaluated(ready, ["bf16"], windows(ready, TEXT, 64), lambda *_: None)
+    (table,) = (part for part in document.parts if getattr(part, "key", "") == "modes")
+    assert (code, table.audience) == (0, "all")
+    columns = {column.key for column in table.columns if column.audience == "all"}
+    assert columns >= {"mode", "last_layer", "perplexity", "agreement", "divergence"}
+    page = markdown.render(document)
+    assert [word for word in ("bf16", "last layer", "perplexity", "agrees", "KL") if word not in page] == []
+
+
 def test_a_text_on_the_command_line_is_as_good_as_a_file(cli):
     page = json.loads(cli("modes", "tiny-transformer", "--mode", "fp32", "--evaluate", TEXT, "--json").out)
     assert page["modes"][1]["perplexity"] == page["modes"][0]["perplexity"]

@@ -96,10 +96,12 @@ def test_a_file_is_recorded_on_a_prompt_and_on_inputs_by_name(cli, file, model, 
 
 
 def test_a_frozen_file_lists_its_operations_says_why_and_records_them(cli, made, model, tmp_path):
-    answer = cli("points", made / "frozen.pt")
-    assert answer.code == 0
-    assert "torch.jit.freeze" in answer.out
-    kinds = {row["type"] for row in json.loads(cli("points", made / "frozen.pt", "--json").out)["modules"]}
+    for trust in ((), ("--trust",)):
+        answer = cli("points", made / "frozen.pt", *trust)
+        assert answer.code == 0
+        assert "torch.jit.freeze" in answer.out
+        assert ("`--trust`" in answer.out) == (not trust)
+    kinds = {row["type"] for row in json.loads(cli("points", made / "frozen.pt", "--trust", "--json").out)["modules"]}
     assert {"embedding", "linear", "rms_norm"} <= kinds
     assert cli("record", made / "frozen.pt", "type:embedding", "--prompt", TEXT, "-o", "run").code == 0
     run = ls.open_run(tmp_path / "run")

@@ -92,6 +92,25 @@ def test_what_is_kept_is_what_was_asked_for(cli, tmp_path, keep, tensor, summary
     assert (entry.dtype is not None, entry.summary is not None) == (tensor, summary)
 
 
+@pytest.mark.parametrize(("which", "axis"), [("channels", -1), ("channels(axis=1)", 1)])
+def test_statistics_of_channels_are_those_of_the_tensors(cli, tmp_path, which, axis):
+    args = ("record", "tiny-transformer", "model.layers.0", "--prompt", "hello", "--statistics", which)
+    assert cli(*args, "-o", "run").code == 0
+    assert cli(*args, "-o", "modes", "--mode", "fp32").code == 0
+    for run in (open_run(tmp_path / "run"), open_run(tmp_path / "modes/fp32")):
+        values = run.tensor("model.layers.0").numpy()
+        channels = run.summary("model.layers.0").channels
+        assert channels.axis == axis
+        assert channels.absmax.tolist() == np.abs(np.moveaxis(values, axis, -1)).max(axis=(0, 1)).tolist()
+
+
+def test_without_channels_there_are_none_and_moments_leave_out_more(cli, tmp_path):
+    for which, sketch in (("full", True), ("moments", False)):
+        assert cli("record", "tiny-transformer", "lm_head", "-o", which, "--statistics", which).code == 0
+        summary = open_run(tmp_path / which).summary("lm_head")
+        assert (summary.channels, summary.sketch is not None) == (None, sketch)
+
+
 def test_an_existing_run_is_left_alone_unless_steps_are_to_be_added(cli, tmp_path):
     args = ("record", "tiny-transformer", "model.norm", "-o", "run")
     assert cli(*args).code == 0
@@ -133,7 +152,16 @@ def test_what_was_recorded_before_a_failure_is_there(cli, several, tmp_path):
     assert [str(p) for p in open_run(tmp_path / "run").points] == ["0:output"]
 
 
-@pytest.mark.parametrize("option", [("--when", "evry(3)"), ("--side", "output,up"), ("--keep", "all"), ("--seed", "x")])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--when", "evry(3)"),
+        ("--side", "output,up"),
+        ("--keep", "all"),
+        ("--seed", "x"),
+        ("--statistics", "channels(1)"),
+    ],
+)
 def test_options_that_do_not_read_are_exit_code_2_and_leave_nothing(cli, tmp_path, option):
     answer = cli("record", "tiny-transformer", "**", "-o", "run", *option)
     assert answer.code == 2
@@ -182,7 +210,7 @@ def test_a_folder_that_was_there_before_stays(cli, tmp_path):
 
 def test_nothing_is_removed_when_steps_were_to_be_added(cli, tmp_path):
     assert cli("record", "tiny-transformer", "op:aten.zzz", "-o", "run", "--append").code == 2
-    assert (tmp_path / "run/rank-00000/journal").exists()
+    assert (tmp_path / "run/rank-00000/lock").exists()
 
 
 def test_what_somebody_else_put_into_the_folder_stays_with_all_of_it(tmp_path):
@@ -461,3 +489,96 @@ def test_options_for_compiled_models_are_refused_where_they_have_nothing_to_do(c
     answer = cli("record", "tiny-transformer", "lm_head", "--mode", "fp32", "-o", "run", "--precision-faithful")
     assert answer.code == 2
     assert "leave out --mode" in answer.err
+
+
+LAZY = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    def forward(self, x):
+        x = self.layers[0](x)
+        with open("went_on", "a") as file:
+            file.write("x")
+        return self.layers[2](self.layers[1](x))
+def net():
+    torch.manual_seed(0)
+    return Net(), [torch.ones(1, 4), torch.zeros(1, 4)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "went_on"),
+    [
+        (["--layers", "first"], 0),
+        (["--layers", "first", "--mode", "fp32,bf16"], 0),
+        (["--layers", "first", "--stop-after", "never"], 2),
+        (["--layers", "first", "--side", "output,grad_output"], 2),
+        (["--layers", "first,last"], 2),
+        (["layers.0"], 2),
+        (["layers.0", "--stop-after", "first"], 0),
+    ],
+)
+def test_a_forward_of_which_the_first_layer_alone_is_recorded_ends_there(cli, tmp_path, asked, went_on):
+    (tmp_path / "lazy.py").write_text(LAZY)
+    answer = cli("record", "lazy.py:net", "-o", "run", "--no-floors", *asked)
+    assert answer.code == 0, answer.err
+    path = tmp_path / "went_on"
+    assert len(path.read_text() if path.exists() else "") == went_on
+    assert ("stop_after" in answer.out) is (went_on == 0)
+    run = open_run(tmp_path / ("run/fp32" if "--mode" in asked else "run"))
+    assert (run.state, run.manifest.settings.get("stop_after")) == ("complete", None if went_on else "layers.0")
+    net = torch.nn.Linear(4, 4)
+    net.load_state_dict(_first_of(tmp_path / "lazy.py"))
+    for step, value in enumerate((torch.ones(1, 4), torch.zeros(1, 4))):
+        assert torch.equal(run.tensor("layers.0", step=step), net(value))
+
+
+def _first_of(file):
+    made: dict = {}
+    exec(file.read_text(), made)
+    return made["net"]()[0].layers[0].state_dict()
+
+
+def test_what_comes_after_the_stop_is_missing_and_a_gradient_needs_the_rest(cli, tmp_path):
+    (tmp_path / "lazy.py").write_text(LAZY)
+    answer = cli("record", "lazy.py:net", "layers.*", "-o", "run", "--stop-after", "1")
+    assert answer.code == 0
+    assert [m.point for m in open_run(tmp_path / "run").missing] == ["layers.2:output"]
+    answer = cli("record", "lazy.py:net", "layers.*:grad_output", "-o", "other", "--stop-after", "1")
+    assert answer.code == 2
+    assert "a gradient needs the rest of it" in answer.err
+
+
+def test_components_of_layers_are_recorded_beside_them_and_converted(cli, tmp_path):
+    args = ("--layers", "first", "--components", "ssm", "--calib_data_num", "1", "--calib_seqlen", "8", "-o", "runs")
+    answer = cli("record", "quamba-small", "--mode", "fp32,0", *args)
+    assert answer.code == 0, answer.err
+    scan = "backbone.layers.0.mixer.scan"
+    run = open_run(tmp_path / "runs" / "0")
+    codes = {f"{scan}:input[0][codes]", f"{scan}:input[0][scale]"}
+    assert {str(point) for point in run.points} == {"backbone.layers.0:output", f"{scan}:output", *codes}
+    for mode in ("fp32", "0"):
+        assert cli("convert", f"runs/{mode}", "layer_outputs", "--to", "quamba").code == 0
+    floats = open_run(tmp_path / "layer_outputs", mode="0").tensor("layers.0.ssm:input")
+    scale = run.tensor(f"{scan}:input[0][scale]")
+    assert torch.equal(floats, run.tensor(f"{scan}:input[0][codes]").float() * scale)
+    assert json.loads(cli("compare", "layer_outputs:fp32", "layer_outputs:0", "--json").out)["rows"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("quamba-small", "**", "--components", "ssm"), "say which, as --layers first,last"),
+        (
+            ("quamba-small", "--layers", "first", "--components", "gate"),
+            "--components has no 'gate'; there are conv, ssm",
+        ),
+        (("tiny-transformer", "--layers", "first", "--components", "conv"), "has no conv: a module conv1d or conv"),
+    ],
+)
+def test_components_that_are_not_there_are_one_sentence(cli, tmp_path, args, said):
+    answer = cli("record", *args, "-o", "run")
+    assert (answer.code, said in answer.err) == (2, True), answer.err
+    assert not (tmp_path / "run").exists()

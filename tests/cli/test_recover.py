@@ -13,8 +13,8 @@ from layerscope.recorder import record
 net = torch.nn.Sequential(torch.nn.Linear(4, 4))
 rec = record(net, "0", to=sys.argv[1])
 rec.__enter__()
-for _ in range(5):
-    net(torch.ones(1, 4))
+for number in range(5):
+    net(torch.full((1, 4), float(number)))
 rec.flush()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -60,7 +60,7 @@ def test_what_is_lost_is_named(cli, killed):
     answer = cli("recover", killed, "--json")
     assert answer.code == 2
     page = json.loads(answer.out)
-    assert page["recovered"]["records"] == 4
+    assert page["recovered"]["verified"] == 4
     (lost,) = page["damaged"]
     assert lost["point"] == "0:output"
     assert "checksum" in lost["reason"]
@@ -84,30 +84,48 @@ def test_a_sealed_segment_is_verified_and_its_damage_is_exit_code_2_each_time(cl
     shutil.copytree(trained, tmp_path / "run")
     (segment,) = (tmp_path / "run").rglob("*.safetensors")
     data = bytearray(segment.read_bytes())
-    data[-3] ^= 0xFF
+    if harm == "flipped":
+        data[65_536 + 3] ^= 0xFF  # of the first tensor, which two points have
     segment.unlink() if harm == "gone" else segment.write_bytes(data if harm == "flipped" else data[:-1])
+    verified = {"flipped": 43, "cut": 45, "gone": 0}[harm]
     for _ in range(2):
         answer = cli("recover", "run")
         assert (answer.code, answer.err) == (2, "")
-        good = 0 if harm == "gone" else 44
-        assert f"nothing to seal, {good} records verified, {45 - good} piece" in answer.out
+        assert f"nothing to seal, {verified} records verified, " in answer.out
         assert "rank-00000/segment-00000.safetensors" in answer.out
 
 
-def test_a_line_that_a_kill_tore_is_cut_off_and_is_no_failure(tmp_path, monkeypatch, capsys):
-    import torch
+def test_a_frame_that_a_kill_tore_is_cut_off_and_is_no_failure(cli, killed):
+    (journal,) = killed.rglob("*.journal")
+    data = journal.read_bytes().rstrip(b"\0")
+    journal.write_bytes(data + data[:20])  # the next frame has begun
+    answer = cli("recover", killed)
+    assert answer.code == 0
+    assert "an unfinished last frame is cut off" in answer.out
+    again = cli("recover", killed)
+    assert again.code == 0
+    assert "nothing lost" in again.out
 
-    import layerscope as ls
-    from layerscope.cli import main
 
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with ls.record(model, "0", to=tmp_path / "run"):
-        model(torch.ones(1, 2))
-    with (tmp_path / "run" / "rank-00000" / "journal").open("ab") as journal:
-        journal.write(b'{"record":1,"point":"0:outp')
-    for sentence in ("an unfinished last line is cut off", "nothing lost"):
-        monkeypatch.setattr("sys.argv", ["layerscope", "recover", str(tmp_path / "run")])
-        with pytest.raises(SystemExit) as left:
-            main()
-        assert left.value.code in (0, None)
-        assert sentence in " ".join(capsys.readouterr().out.split())
+def test_a_spool_is_put_where_it_belongs(cli, tmp_path, monkeypatch):
+    import tempfile
+
+    from layerscope.points import Moment, Point
+    from layerscope.store import Manifest, Writer, open_run
+    from layerscope.store.address import RemoteFolder
+
+    address = f"memory://{tmp_path.name}/run"
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path))
+        writer = Writer(address, Manifest())
+        patch.setattr(RemoteFolder, "put_file_new", lambda self, name, source: 1 / 0)
+        writer.write(Point("a"), Moment(), note={"kept": True})
+        assert writer.close().state == "interrupted"
+    (spool,) = tmp_path.glob("layerscope-spool-*")
+    assert cli("recover", address).code == 2
+    answer = cli("recover", spool, "--to", address)
+    assert (answer.code, answer.err) == (0, "")
+    assert "nothing lost" in answer.out
+    assert [entry.note for entry in open_run(address).records()] == [{"kept": True}]
+    assert not spool.exists()
+    assert cli("recover", spool, "--to", address).code == 2

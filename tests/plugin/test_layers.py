@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layerscope.pytest_plugin import FOLDER, _safe
+from layerscope.store import open_run
 
 MODEL = """
     import pytest, torch
@@ -83,14 +84,14 @@ def test_only_the_callers_line_is_in_the_traceback(session):
 
 def test_an_update_replaces_what_differs_and_leaves_what_agrees(session, pytester):
     session(check(), "--layers-update")
-    journal = pytester.path / FOLDER / "test_net" / "test_it" / "rank-00000" / "journal"
-    before = journal.read_bytes()
+    stored = pytester.path / FOLDER / "test_net" / "test_it" / "rank-00000" / "segment-00000.safetensors"
+    before = stored.read_bytes()
     session(None, "--layers-update").stdout.fnmatch_lines(["layers: 1 checked, 0 stored"])
-    assert journal.read_bytes() == before
+    assert stored.read_bytes() == before
     session(check("network(wrong=1), values()"), "--layers-update").stdout.fnmatch_lines(
         ["layers: 1 checked, 1 stored"]
     )
-    assert journal.read_bytes() != before
+    assert stored.read_bytes() != before
     session().assert_outcomes(passed=1)
     assert stored_in(pytester) == ["test_it"]
 
@@ -136,7 +137,7 @@ def test_it(layers):
 
 def test_statistics_alone_are_small_and_tell_a_changed_layer(session, pytester):
     session(check("network(), values(), keep='summary'"), "--layers-update").assert_outcomes(passed=1)
-    assert not list((pytester.path / FOLDER).rglob("*.safetensors"))
+    assert {entry.dtype for entry in open_run(pytester.path / FOLDER / "test_net" / "test_it").records()} == {None}
     session().assert_outcomes(passed=1)
     result = session(check("network(wrong=2), values(), keep='summary'"))
     result.stdout.fnmatch_lines(["*differs: 2 parts first: *"])

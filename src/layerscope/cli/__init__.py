@@ -24,7 +24,7 @@ from layerscope.report.writing import printable
 __all__ = ["COMMANDS", "layerscope", "main"]
 
 # In the order in which someone new needs them.
-COMMANDS = ("demo", "points", "modes", "record", "show", "compare", "diagnose", "convert", "recover")
+COMMANDS = ("demo", "points", "modes", "record", "show", "compare", "diagnose", "report", "serve", "convert", "recover")
 
 
 class Commands(click.Group):
@@ -65,6 +65,7 @@ def layerscope() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code; never with a traceback unless one is asked for."""
+    _keep_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding lacks is written out, not raised about.
         if isinstance(stream, io.TextIOWrapper):
@@ -87,6 +88,15 @@ def main(args: Sequence[str] | None = None) -> None:
         _tell(_sentence(error))
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _keep_standard_streams() -> None:
+    """Have 0, 1 and 2 taken, so that no file of a run gets the number to which libraries print: `>&-`, `2>&-`."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _sentence(error: Exception) -> str:

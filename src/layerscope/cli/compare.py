@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layerscope.cli import options
-from layerscope.cli.page import Tell, counting, put
+from layerscope.cli.page import Tell, counting, leave, put, working
 from layerscope.errors import BadText, Incomparable, LayerscopeError
 from layerscope.report import Document, json
 from layerscope.report.writing import printable
@@ -28,7 +28,7 @@ EXAMPLES = options.examples(
     "layerscope compare layer_outputs:fp32 layer_outputs:2-1",
     "layerscope compare runs/fp32 runs/int8 runs/int4 --points 'model.layers.*'",
     "layerscope compare runs/fp32 runs/int8 --fail-on nonfinite --fail-on band:large",
-    "layerscope compare gpu neuron --rules pairs.txt --save_comparison out/gpu_neuron.json",
+    "layerscope compare gpu neuron --pairing pairs.txt --save_comparison out/gpu_neuron.json",
     "layerscope compare a b --bands 'mse < 1e-6: fine; mse: off'",
 )
 KINDS: tuple[Kind, ...] = ("root", "nonfinite", "missing", "unpaired")
@@ -39,7 +39,7 @@ NEVER, BAND = "never", "band:"
 @click.argument("reference", metavar="REF")
 @click.argument("candidates", metavar="CAND...", nargs=-1, required=True)
 @click.option("--noise", metavar="RUN", multiple=True, help="A trusted run that differs from REF by rounding alone.")
-@click.option("--rules", metavar="FILE", help="Declared pairs: fused and split projections, other names.")
+@click.option("--pairing", metavar="FILE", help="Declared pairs: fused and split projections, other names.")
 @click.option("--points", metavar="PATTERN", multiple=True, help="Only these points of REF.")
 @click.option(
     "--limit",
@@ -47,6 +47,12 @@ NEVER, BAND = "never", "band:"
     type=click.FloatRange(min=0, min_open=True),
     help="How many times the floor an error may be.",
 )
+@click.option(
+    "--arithmetic",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="What CAND computes in, where that is coarser than what it stores.",
+)
+@click.option("--tokens", metavar="FILE.npy", help="Which tokens count, [batch, tokens]; the others are padding.")
 @click.option("--bands", "bands_said", metavar="FILE|TEXT", help="Other levels: `mse < 1e-6: fine; mse: off`.")
 @click.option(
     "--detail",
@@ -64,13 +70,16 @@ NEVER, BAND = "never", "band:"
 )
 @click.option("--save_comparison", "--save-comparison", "save_to", metavar="FILE.json", help="Save what --json prints.")
 @click.option("--no-resume", is_flag=True, help="Measure everything again after an interruption.")
+@options.as_html
 @options.as_json
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 def command(
     reference: str,
     candidates: tuple[str, ...],
     noise: tuple[str, ...],
-    rules: str | None,
+    pairing: str | None,
+    arithmetic: str | None,
+    tokens: str | None,
     points: tuple[str, ...],
     limit: float | None,
     bands_said: str | None,
@@ -78,13 +87,14 @@ def command(
     fail_on: tuple[str, ...],
     save_to: str | None,
     no_resume: bool,
+    html_to: str | None,
     as_json: bool,
     as_markdown: bool,
 ) -> int:
     """Compare one or more runs CAND with the run REF: any layout, `folder:mode` where a folder holds several.
 
-    Exit code 0 when they are the same or differ by noise alone, 1 when they differ, 2 when something cannot be read
-    or compared, or REF itself has NaN. After Ctrl-C the same command goes on where it stopped.
+    Exit code 0 when they are the same, differ by noise alone or are quantised, 1 when they differ, 2 when something
+    cannot be read or compared, or REF itself has NaN. After Ctrl-C the same command goes on where it stopped.
     """
     from layerscope.compare.document import document
 
@@ -93,8 +103,12 @@ def command(
     bands = _bands(bands_said)
     _check(fail_on, bands)
     how: dict[str, Any] = {"noise": noise, "points": points, "resume": not no_resume}
-    if rules is not None:
-        how["rules"] = Path(rules)
+    if pairing is not None:
+        how["pairing"] = Path(pairing)
+    if arithmetic is not None:
+        how["arithmetic"] = arithmetic
+    if tokens is not None:
+        how["tokens"] = _tokens(tokens)
     if limit is not None:
         how["limit"] = limit
     try:
@@ -108,6 +122,11 @@ def command(
     try:
         if save_to is not None:
             saved(page, Path(save_to))
+        if html_to is not None:
+            from layerscope.compare.page import page as report
+
+            with working("reading what the report shows"):
+                leave(report(comparison, bands=bands), html_to)
     finally:  # what took long to find out is shown, even where it cannot be saved
         put(page, "json" if as_json else "markdown" if as_markdown else "terminal")
     wrong = list(complaints(comparison))
@@ -122,10 +141,10 @@ def compared(reference: str, candidates: Sequence[str], *, tell: Tell | None = N
     Raises what opening raised when there is no other, and Incomparable when nothing of any can be compared.
     """
     from layerscope.compare.comparing import compare
-    from layerscope.store import Reader, open_run
+    from layerscope.store import Run, open_run
 
     trusted = open_run(reference)
-    opened: list[Reader | Against] = []
+    opened: list[Run | Against] = []
     for address in candidates:
         try:
             opened.append(open_run(address))
@@ -133,12 +152,12 @@ def compared(reference: str, candidates: Sequence[str], *, tell: Tell | None = N
             if len(candidates) == 1:
                 raise
             opened.append(_unopened(address, error))
-    readers = [one for one in opened if isinstance(one, Reader)]
+    readers = [one for one in opened if isinstance(one, Run)]
     if not readers:
-        raise Incomparable("; ".join(one.verdict.because for one in opened if not isinstance(one, Reader)))
+        raise Incomparable("; ".join(one.verdict.because for one in opened if not isinstance(one, Run)))
     comparison = compare(trusted, *readers, tell=tell, **how)
     judged = iter(comparison)
-    return replace(comparison, candidates=tuple(next(judged) if isinstance(one, Reader) else one for one in opened))
+    return replace(comparison, candidates=tuple(next(judged) if isinstance(one, Run) else one for one in opened))
 
 
 def saved(page: Document, to: Path) -> None:
@@ -165,6 +184,15 @@ def _unopened(address: str, error: Exception) -> Against:
     name = address.rstrip("/").rpartition("/")[2]
     because = str(error) if isinstance(error, LayerscopeError) or not error.args else f"{address}: {error}"
     return Against(name.rpartition(":")[2] or address, address, "", (), Verdict("differs", because), "nothing")
+
+
+def _tokens(file: str) -> Any:
+    import numpy as np
+
+    try:
+        return np.load(file, allow_pickle=False)
+    except ValueError as error:
+        raise BadText(f"--tokens {file!r} is no array: {error}") from None
 
 
 def _bands(said: str | None) -> Bands:

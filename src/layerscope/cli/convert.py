@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from layerscope.cli import options
-from layerscope.cli.completeness import MOST
 from layerscope.cli.page import counting, put
-from layerscope.cli.statistics import shape_text
+from layerscope.pages.completeness import MOST
+from layerscope.pages.statistics import shape_text
 from layerscope.report.parts import Cell, Column, Document, Fact, Facts, Part, Sentence, Table
 from layerscope.report.writing import NOTHING, many
 
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["command", "document"]
 
 LAYOUTS = ("layerscope", "quamba", "first-layer", "neuron", "monitor")
+WINDOWS = ("model-explorer", "tensorboard")  # what other tools look at, and nothing reads back
 
 EXAMPLES = options.examples(
     "layerscope convert runs/2-1 layer_outputs --to quamba --mode 2-1",
     "layerscope convert layer_outputs:2-1 runs/2-1 --to layerscope",
     "layerscope convert runs/bf16 full_model --to neuron --step 0",
+    "layerscope convert comparison.json overlays --to model-explorer",
+    "layerscope convert runs/train board --to tensorboard",
 )
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -42,7 +46,7 @@ def moments(command: Command) -> Command:
 @click.argument("source", metavar="SOURCE")
 @click.argument("target", metavar="TARGET")
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
-@click.option("--to", "layout", type=click.Choice(LAYOUTS), required=True, help="The layout to write.")
+@click.option("--to", "layout", type=click.Choice([*LAYOUTS, *WINDOWS]), required=True, help="The layout to write.")
 @click.option("--mode", metavar="M", help="The mode's name in TARGET; default: SOURCE's own.")
 @click.option("--overwrite", is_flag=True, help="Replace what TARGET has of this mode.")
 @moments
@@ -60,7 +64,15 @@ def command(
     """Write SOURCE, a run or a dump in any layout that is read, as TARGET, of the points that PATTERNs name.
 
     A layout that numbers its layers takes the outputs of the decoder layers. What has no place in it is listed.
+
+    For model-explorer and tensorboard, SOURCE is a run, or a comparison that `compare --save_comparison` saved, and
+    TARGET a folder.
     """
+    if layout in WINDOWS:
+        if patterns or mode or overwrite or any(n is not None for n in given.values()):
+            raise click.UsageError(f"--to {layout} writes all of SOURCE; leave out PATTERN and the other options.")
+        put(_shown(source, Path(target), layout), "json" if as_json else "terminal")
+        return 0
     from layerscope.store import convert
 
     with counting("writing") as tell:
@@ -69,6 +81,32 @@ def command(
         )
     put(document(done, target), "json" if as_json else "terminal")
     return 0
+
+
+def _shown(source: str, target: Path, layout: str) -> Document:
+    """Write what another tool looks at, and say what was written."""
+    from layerscope.compare.saved import loads
+    from layerscope.store import Run, open_run
+
+    saved = source.endswith(".json") and Path(source).is_file()
+    result = loads(Path(source).read_bytes()) if saved else open_run(source)
+    if layout == "model-explorer":
+        from layerscope.integrations.modelexplorer import write_overlays
+
+        files, left_out = write_overlays(result, target)
+        parts = [
+            Sentence(f"{many(len(files), 'overlay')} written for Model Explorer; nodes are modules' names", "good")
+        ]
+        if left_out:
+            parts.append(Sentence(f"{many(left_out, 'number')} left out, not finite", "warn"))
+        return Document(str(target), (*parts, Table.of("written", [Column("file", "as")], [(str(f),) for f in files])))
+    from layerscope.integrations import tensorboard
+
+    if isinstance(result, Run):
+        said = many(tensorboard.write_run(result, target), "record")
+    else:
+        said = many(tensorboard.write_comparison(result, target), "row")
+    return Document(str(target), (Sentence(f"{said} written; look with: tensorboard --logdir {target}", "good"),))
 
 
 def document(done: Converted, name: str) -> Document:

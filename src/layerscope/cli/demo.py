@@ -11,13 +11,13 @@ import click
 
 from layerscope.cli import options
 from layerscope.cli.page import counting, put
-from layerscope.report import markdown
+from layerscope.report import html, markdown
 from layerscope.report.parts import Document, Fact, Facts, Heading, Notes, Part, Sentence
 from layerscope.report.writing import number
 
 if TYPE_CHECKING:
     from layerscope.compare.rows import Against, Comparison
-    from layerscope.store import Reader
+    from layerscope.store import Run
 
 __all__ = ["command"]
 
@@ -31,7 +31,8 @@ LAYERS = "backbone.layers.*"
 def command(to: str | None) -> None:
     """Record fp32 and every quantisation mode of a small trained model, and compare them layer by layer.
 
-    Writes a run for each mode into runs/demo (or the next free runs/demo-2, ...) and a Markdown report beside it.
+    Writes a run for each mode into runs/demo (or the next free runs/demo-2, ...), and beside it a report to look at
+    (runs/demo.html) and the same as Markdown.
     """
     from layerscope.compare import compare
     from layerscope.compare.document import document, overview
@@ -43,11 +44,12 @@ def command(to: str | None) -> None:
     report = Path(f"{place}{markdown.SUFFIX}") if "://" not in place else None
     if report is not None:
         report.write_text(markdown.render(document(comparison)), encoding="utf-8")
+        comparison.to_html(report.with_suffix(html.SUFFIX))
     parts = [_opening(comparison), *overview(comparison), *_next(place, report)]
     put(Document(f"layerscope demo: {MODEL} in {len(comparison) + 1} modes", tuple(parts)))
 
 
-def _recorded(place: str) -> list[Reader]:
+def _recorded(place: str) -> list[Run]:
     """Record the modes on the same samples, fp32 first."""
     from layerscope.modes import choose, record_modes
     from layerscope.modes.preparing import prepare
@@ -106,6 +108,9 @@ def _final_error(against: Against) -> float:
 
 def _next(place: str, report: Path | None) -> list[Part]:
     saved = [Fact("runs", place, "name")] + ([Fact("report", str(report), "name")] if report else [])
+    look: list[Part] = []
+    if report is not None:
+        look = [Heading("look at it"), Sentence(f"{report.with_suffix(html.SUFFIX)}, in any browser")]
     commands = (
         f"layerscope compare {place}/fp32 {place}/3",
         f"layerscope show {place}/0 '{LAYERS}'",
@@ -116,13 +121,14 @@ def _next(place: str, report: Path | None) -> list[Part]:
         Facts("saved", tuple(saved)),
         Heading("try next"),
         Notes("next", tuple(Sentence(command) for command in commands)),
+        *look,
     ]
 
 
 def _free(place: str) -> str:
     """Return the name, or the first numbered one that neither a folder nor a report has taken."""
     nth, name = 1, place
-    while Path(name).exists() or Path(f"{name}{markdown.SUFFIX}").exists():
+    while any(Path(f"{name}{suffix}").exists() for suffix in ("", markdown.SUFFIX, html.SUFFIX)):
         nth += 1
         name = f"{place}-{nth}"
     return name

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from layerscope.cli import options
-from layerscope.cli.page import counting, put, working
+from layerscope.cli.page import counting, leave, put, working
 from layerscope.errors import BadModel, LayerscopeError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ __all__ = ["command"]
 EXAMPLES = options.examples(
     "layerscope diagnose checkpoints/llama ports.py:llama --prompt 'Hello'",
     "layerscope diagnose make.py:model make.py:quantised --inputs batch.safetensors",
-    "layerscope diagnose make.py:model make.py:fused --rules pairs.txt --backward",
+    "layerscope diagnose make.py:model make.py:fused --pairing pairs.txt --backward",
     "layerscope diagnose make.py:model make.py:port --json",
 )
 
@@ -29,18 +29,20 @@ EXAMPLES = options.examples(
 @click.argument("reference", metavar="REF")
 @click.argument("candidate", metavar="CAND")
 @click.option("--backward", is_flag=True, help="Judge gradients too.")
-@click.option("--rules", metavar="FILE", help="Declared pairs: fused and split projections, other names.")
+@click.option("--pairing", metavar="FILE", help="Declared pairs: fused and split projections, other names.")
 @options.model_inputs
+@options.as_html
 @options.as_json
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 def command(
     reference: str,
     candidate: str,
     backward: bool,
-    rules: str | None,
+    pairing: str | None,
     inputs: str | None,
     prompt: str | None,
     seed: int,
+    html_to: str | None,
     as_json: bool,
     as_markdown: bool,
 ) -> int:
@@ -48,11 +50,11 @@ def command(
 
     REF and CAND are MODELs: a built-in name, file.py:function, package.module:function or a local Hugging Face
     checkpoint folder. Both run on the same inputs: those that are asked for, else REF's own, else CAND's; of several,
-    the first.
+    the first. Functions, TorchScript, .pt2 files and compiled folders are programs, and are run.
 
     Exit code 0 when they are the same or differ by rounding alone, 1 when they differ, 2 when one cannot be run.
     """
-    from layerscope.diagnose.document import document
+    from layerscope.diagnose.page.document import document
 
     if as_json and as_markdown:
         raise click.UsageError("--json and --markdown are two pages; ask for one of them.")
@@ -61,7 +63,11 @@ def command(
 
         pair = load_model(reference, seed=seed), load_model(candidate, seed=seed)
         batch = _inputs(pair, inputs, prompt)
-    finding = _diagnosed(pair, batch, backward=backward, rules=rules)
+    finding = _diagnosed(pair, batch, backward=backward, pairing=pairing)
+    if html_to is not None:
+        from layerscope.diagnose.page.html import page
+
+        leave(page(finding, title=f"{reference} against {candidate}"), html_to)
     put(
         document(finding, title=f"{reference} against {candidate}"),
         "json" if as_json else "markdown" if as_markdown else "terminal",
@@ -80,7 +86,7 @@ def _inputs(pair: tuple[Loaded, Loaded], inputs: str | None, prompt: str | None)
     return batch
 
 
-def _diagnosed(pair: tuple[Loaded, Loaded], batch: Inputs, *, backward: bool, rules: str | None) -> Finding:
+def _diagnosed(pair: tuple[Loaded, Loaded], batch: Inputs, *, backward: bool, pairing: str | None) -> Finding:
     from layerscope.diagnose import diagnose
 
     reference, candidate = pair
@@ -91,7 +97,7 @@ def _diagnosed(pair: tuple[Loaded, Loaded], batch: Inputs, *, backward: bool, ru
                 candidate.model,
                 batch.kwargs or batch.args,
                 backward=backward,
-                rules=Path(rules) if rules is not None else (),
+                pairing=Path(pairing) if pairing is not None else (),
                 tell=lambda now: tell(now, 0, 0),
             )
         except (LayerscopeError, OSError):

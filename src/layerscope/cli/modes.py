@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from layerscope.cli import options
-from layerscope.cli.page import Tell, counting, put
+from layerscope.cli.page import Tell, counting, leave, put
 from layerscope.cli.quality import evaluated, planned, windows
 from layerscope.cli.record import loaded_model
-from layerscope.report.parts import Cell, Column, Document, Fact, Facts, Heading, Part, Sentence, Table, Value
+from layerscope.report.parts import (
+    Cell,
+    Column,
+    Curves,
+    Document,
+    Fact,
+    Facts,
+    Heading,
+    HeatMap,
+    Line,
+    Part,
+    Sentence,
+    Table,
+    Value,
+)
 from layerscope.report.writing import many, percent
 
 if TYPE_CHECKING:
@@ -48,6 +62,7 @@ NOTHING = 0.01  # of an error is not worth a layer
 @options.modes("Modes to rank, measure or plan with; several with commas.")
 @options.prepared
 @options.model_inputs
+@options.as_html
 @options.as_json
 def command(
     model: str,
@@ -57,10 +72,13 @@ def command(
     within: float | None,
     modes: tuple[str, ...],
     modes_file: str | None,
+    html_to: str | None,
     as_json: bool,
     **asked: Any,
 ) -> int:
     """List the modes of MODEL: what each changes, its groups, and why one does not apply.
+
+    Functions, TorchScript, .pt2 files and compiled folders are programs, and are run.
 
     With --sensitivity, each decoder layer is put into the float model in --mode, alone, and kept in float, alone, while
     the rest is in --mode: how much error it brings, and how much of the whole error goes.
@@ -73,17 +91,19 @@ def command(
     """
     _refuse_mixtures(sensitivity=sensitivity, evaluate=evaluate, plan=plan, within=within, modes=modes, **asked)
     ready = loaded_model(model, modes_file=modes_file, usual=(SAMPLES, TOKENS), **asked)
-    code = 0
+    code, report = 0, None
     with counting("measuring") as tell:
         text = None if evaluate is None else windows(ready, evaluate, asked["calib_seqlen"])
         if sensitivity:
-            page = _ranked(ready, modes, tell)
+            page, report = _ranked(ready, modes, tell)
         elif within is not None:
             page, code = planned(ready, modes or ("quant_only",), text, within, tell)
         elif text is not None:
             page, code = evaluated(ready, modes or ("all",), text, tell)
         else:
             page = _listed(ready)
+    if html_to is not None:
+        leave(report or page, html_to)
     put(page, "json" if as_json else "terminal")
     return code
 
@@ -147,14 +167,17 @@ def _listed(ready: Prepared) -> Document:
 # The ranking ------------------------------------------------------------------------------------
 
 
-def _ranked(ready: Prepared, modes: Sequence[str], tell: Tell) -> Document:
+def _ranked(ready: Prepared, modes: Sequence[str], tell: Tell) -> tuple[Document, Document]:
+    """Return the page of the ranking, and the one to look at, with pictures above it."""
     from layerscope.modes import choose
     from layerscope.modes.sensitivity import sensitivity
 
     batches = list(ready.batches())
     parts: list[Part] = []
+    measured: list[Sensitivity] = []
     for mode in choose(modes, ready.model).modes:
         found = sensitivity(ready.model, mode, batches, setting=ready.setting, tell=tell)
+        measured.append(found)
         parts += [Heading(f"{found.mode}: {mode.about}"), *_said(found), _table(found)]
     parts.append(
         Sentence(
@@ -163,7 +186,19 @@ def _ranked(ready: Prepared, modes: Sequence[str], tell: Tell) -> Document:
             "quiet",
         )
     )
-    return Document(f"which layers of {ready.loaded.name} to keep in high precision", tuple(parts))
+    title = f"which layers of {ready.loaded.name} to keep in high precision"
+    return Document(title, tuple(parts)), Document(title, (*_drawn(measured), *parts))
+
+
+def _drawn(measured: Sequence[Sensitivity]) -> Iterator[Part]:
+    """Draw what each layer does in each mode, over depth; what is in no layer comes last."""
+    names = tuple(share.name for share in measured[0].shares)
+    for title, key, log in (("error that goes without the layer", "returned", False), ("error alone", "alone", True)):
+        lines = [Line(found.mode, tuple(getattr(share, key) for share in found.shares)) for found in measured]
+        yield Curves(key, title, names, tuple(lines), log, audience="page")
+        if len(measured) > 1:
+            table = tuple(zip(*(line.values for line in lines), strict=True))
+            yield HeatMap("map", title, names, tuple(line.name for line in lines), table, log=log, audience="page")
 
 
 def _said(found: Sensitivity) -> list[Part]:

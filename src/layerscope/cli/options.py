@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["as_json", "examples", "model_inputs", "modes", "moments", "prepared", "seed", "to"]
+__all__ = ["as_html", "as_json", "examples", "model_inputs", "modes", "moments", "prepared", "seed", "to"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print strict JSON for machines.")
+as_html = click.option("--html", "html_to", metavar="FILE", help="Write a report to look at too: one HTML file.")
 # What torch's generators take.
 SEEDS = click.IntRange(-(1 << 63), (1 << 64) - 1)
 seed = click.option("--seed", type=SEEDS, default=0, show_default=True, help="Seed of weights and inputs.")

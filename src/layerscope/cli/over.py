@@ -8,18 +8,18 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from layerscope.cli.choosing import Given, spans
-from layerscope.cli.completeness import completeness_parts, damage_of
 from layerscope.cli.page import Tell
-from layerscope.cli.statistics import LOG_FROM, summary_of
 from layerscope.errors import Ambiguous, LayerscopeError, NoSuchPoint
+from layerscope.pages.choosing import Given, spans
+from layerscope.pages.completeness import completeness_parts, damage_of
+from layerscope.pages.statistics import LOG_FROM, summary_of
 from layerscope.points import Moment, Point
 from layerscope.report.parts import Column, Document, Part, Profile, Sentence, Table, Value
 from layerscope.report.writing import many, number
 
 if TYPE_CHECKING:
     from layerscope.stats import Summary
-    from layerscope.store import Damage, Reader
+    from layerscope.store import Damage, Run
 
 __all__ = ["AXES", "document"]
 
@@ -43,9 +43,7 @@ class Place(NamedTuple):
     summary: Summary
 
 
-def document(
-    run: Reader, name: str, *, over: str, point: str, given: Given, tell: Tell
-) -> tuple[Document, list[Damage]]:
+def document(run: Run, name: str, *, over: str, point: str, given: Given, tell: Tell) -> tuple[Document, list[Damage]]:
     """Build the page of one point over an axis, and return with it what cannot be read."""
     axis = AXES[over]
     one = _point(run, point)
@@ -58,7 +56,7 @@ def document(
     return Document(name, (*parts, _table(places, axis))), damaged
 
 
-def _point(run: Reader, text: str) -> Point:
+def _point(run: Run, text: str) -> Point:
     from layerscope.store import selected
 
     found = selected(run, [text])
@@ -68,7 +66,7 @@ def _point(run: Reader, text: str) -> Point:
     return found[0]
 
 
-def _places(run: Reader, point: Point, axis: Axis, given: Given, tell: Tell) -> tuple[list[Place], list[Damage]]:
+def _places(run: Run, point: Point, axis: Axis, given: Given, tell: Tell) -> tuple[list[Place], list[Damage]]:
     from layerscope.store import Damage
 
     found: dict[int, tuple[Moment, Summary]] = {}
@@ -93,7 +91,7 @@ def _places(run: Reader, point: Point, axis: Axis, given: Given, tell: Tell) -> 
     return [Place(at, *found[at]) for at in sorted(found)], unread
 
 
-def _said(run: Reader, point: Point, places: Sequence[Place], axis: Axis, over: str) -> Iterator[Part]:
+def _said(run: Run, point: Point, places: Sequence[Place], axis: Axis, over: str) -> Iterator[Part]:
     numbers = [place.number for place in places]
     yield Sentence(f"{point} over {many(len(places), axis).replace('batchs', 'batches')}: {spans(numbers)}", "quiet")
     if len(places) == 1:

@@ -7,18 +7,20 @@ with working("loading the model"):
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
-from layerscope.report import Document, json, markdown, terminal
+from layerscope.report import Document, html, json, markdown, terminal
+from layerscope.report.writing import printable
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-__all__ = ["Form", "ReaderGone", "Tell", "counting", "put", "working"]
+__all__ = ["Form", "ReaderGone", "Tell", "counting", "leave", "put", "working"]
 
 Form = Literal["terminal", "json", "markdown"]
 Tell = Callable[[str, int, int], None]  # what is being worked on, how much is done, of how much (0: nobody knows)
@@ -31,6 +33,8 @@ class ReaderGone(Exception):
 
 def put(document: Document, form: Form = "terminal") -> None:
     """Write the document to stdout; a terminal gets its width and colours, a pipe gets everything."""
+    if sys.stdout is None or sys.stdout.closed:  # `layerscope ... >&-`
+        raise ReaderGone
     try:
         if form == "json":
             sys.stdout.write(json.render(document))
@@ -41,8 +45,16 @@ def put(document: Document, form: Form = "terminal") -> None:
 
             terminal.draw(document, Console(width=None if sys.stdout.isatty() else terminal.UNLIMITED))
         sys.stdout.flush()
-    except BrokenPipeError as error:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EBADF):
+            raise
         raise ReaderGone from error
+
+
+def leave(document: Document, to: str) -> None:
+    """Write the document as an HTML report, and say where it is."""
+    html.save(document, to)
+    sys.stderr.write(f"layerscope: the report is {printable(to)}\n")
 
 
 def working(what: str) -> AbstractContextManager[Any]:

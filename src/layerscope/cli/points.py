@@ -6,26 +6,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from layerscope.cli import options
-from layerscope.cli.choosing import by_depth
-from layerscope.cli.completeness import completeness_parts, damage_of, run_facts
 from layerscope.cli.page import Tell, counting, put, working
-from layerscope.cli.statistics import shape_text
-from layerscope.errors import Damaged, NewerFormat, NotARun
+from layerscope.errors import Damaged, NewerFormat, NoSuchPoint, NotARun
+from layerscope.pages.choosing import by_depth
+from layerscope.pages.completeness import completeness_parts, damage_of, run_facts
+from layerscope.pages.statistics import shape_text
 from layerscope.patterns import Place, select, split
 from layerscope.points import escape
 from layerscope.report.parts import Cell, Column, Document, Part, Sentence, Table, Value
 from layerscope.report.writing import many
-from layerscope.runtimes.files import kind_of
+from layerscope.runtimes.files import is_file, kind_of, listed
+from layerscope.runtimes.listing import Listing
 
 if TYPE_CHECKING:
-    from layerscope.models import Loaded
-    from layerscope.runtimes.runtime import Runtime
-    from layerscope.store import Damage, Reader
+    from layerscope.store import Damage, Run
 
 __all__ = ["command"]
 
@@ -40,11 +39,13 @@ EXAMPLES = options.examples(
 @click.command(short_help="List the points of a model or a run.", epilog=EXAMPLES)
 @click.argument("of", metavar="MODEL|RUN")
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
+@click.option("--trust", is_flag=True, help="Load a TorchScript or .pt2 file to list it, which can run code in it.")
 @options.as_json
-def command(of: str, patterns: tuple[str, ...], as_json: bool) -> int:
+def command(of: str, patterns: tuple[str, ...], trust: bool, as_json: bool) -> int:
     """List the modules of MODEL, or the points recorded in RUN; with PATTERNs, what they select.
 
-    Of a folder that a compiled model was saved to, its taps are listed; its graph is not loaded.
+    Of a folder that a compiled model was saved to, its taps are listed; its graph is not loaded. To list a run,
+    such a folder, or a TorchScript, .pt2 or .onnx file runs nothing in it; file.py:function is a program, and called.
 
     Exit code 2 when something of RUN cannot be read; the rest is listed.
     """
@@ -61,15 +62,21 @@ def command(of: str, patterns: tuple[str, ...], as_json: bool) -> int:
             page = tapped_document(read_table(of), of, patterns)
     else:
         with working(f"loading {of}"):
-            from layerscope.models import load_model
-
-            loaded = load_model(of)
-        page = selected_document(loaded, patterns) if patterns else model_document(loaded, folded=not as_json)
+            listing = (None if trust or not is_file(of) else listed(Path(of))) or _loaded(of)
+        page = selected_document(listing, of, patterns) if patterns else model_document(listing, of, folded=not as_json)
     put(page, "json" if as_json else "terminal")
     return 2 if damaged else 0
 
 
-def _run(of: str) -> Reader | None:
+def _loaded(of: str) -> Listing:
+    from layerscope.models import load_model
+    from layerscope.runtimes import find
+
+    model = load_model(of).model
+    return Listing.of(find(model), model)
+
+
+def _run(of: str) -> Run | None:
     """Open a run; None where the text names a model, or nothing at all (which the models then say)."""
     from layerscope.models import is_model
     from layerscope.store import open_run
@@ -89,7 +96,7 @@ def _run(of: str) -> Reader | None:
 # A run ------------------------------------------------------------------------------------------
 
 
-def run_document(run: Reader, name: str, patterns: Sequence[str], tell: Tell) -> tuple[Document, list[Damage]]:
+def run_document(run: Run, name: str, patterns: Sequence[str], tell: Tell) -> tuple[Document, list[Damage]]:
     """List what was recorded: point by point, how often, of what type and shape; and what cannot be read."""
     from layerscope.store import selected
 
@@ -166,13 +173,9 @@ class _Node:
         return (self.kind, self.parameters, self.same_as, tuple((c.part, c.likeness) for c in self.children))
 
 
-def model_document(loaded: Loaded, *, folded: bool) -> Document:
+def model_document(listing: Listing, name: str, *, folded: bool) -> Document:
     """Draw the module tree; `folded` shows numbered modules that are alike once, as a slice that selects them."""
-    from layerscope.runtimes import find
-
-    runtime = find(loaded.model)
-    places, shared = runtime.points(loaded.model), runtime.shared(loaded.model)
-    sizes = _sizes(runtime, loaded.model, places)
+    places, shared, sizes, remark = listing.places, listing.shared, listing.sizes, listing.remark
     root = _tree(places, shared, sizes)
     columns = [
         Column("name", "module", "name"),
@@ -181,14 +184,13 @@ def model_document(loaded: Loaded, *, folded: bool) -> Document:
         Column("same_as", "", audience="all" if shared else "data"),
     ]
     table = Table.of("modules", columns, _lines(root, folded=folded))
-    total = sum(parameter.numel() for parameter in runtime.parameters(loaded.model))
-    remark = runtime.remark(loaded.model)
-    sentence = f"{many(len(places) - len(shared), 'point' if remark else 'module')}, {many(total, 'parameter')}"
-    sentence += "" if runtime.NAME == "eager" else f"; recorded in {runtime.NAME}"
+    modules = len(places) - len(shared)
+    sentence = f"{many(modules, 'point' if remark else 'module')}, {many(listing.total, 'parameter')}"
+    sentence += "" if listing.runtime == "eager" else f"; recorded in {listing.runtime}"
     parts: list[Part] = [Sentence(sentence), *([Sentence(remark, "warn")] if remark else []), table]
     if folded:
         parts.append(Sentence(_hint(table), "quiet"))
-    return Document(loaded.name, tuple(parts))
+    return Document(name, tuple(parts))
 
 
 def _hint(table: Table) -> str:
@@ -198,16 +200,15 @@ def _hint(table: Table) -> str:
     return f"each line is a pattern: '{example}'; `layerscope points MODEL PATTERN...` lists what one selects"
 
 
-def selected_document(loaded: Loaded, patterns: Sequence[str]) -> Document:
+def selected_document(listing: Listing, name: str, patterns: Sequence[str]) -> Document:
     """List the points that patterns select, as a recording would see them."""
-    from layerscope.runtimes import find
-
-    runtime = find(loaded.model)
-    places = runtime.points(loaded.model)
-    sizes, kinds = _sizes(runtime, loaded.model, places), {place.name: _kind(place) for place in places}
+    sizes, kinds = listing.sizes, {place.name: _kind(place) for place in listing.places}
     modules, ops = split(patterns)
-    found = select(modules, places) if modules else []
-    runtime.check(loaded.model, {point.name: {point.side} for point in found}, ops=bool(ops))
+    try:
+        found = select(modules, listing.places) if modules else []
+    except NoSuchPoint as error:
+        raise NoSuchPoint(f"{error} {listing.remark}".rstrip()) from None
+    listing.refuse({point.name: {point.side} for point in found}, bool(ops))
     columns = [
         Column("point", "point", "name"),
         Column("type", "type"),
@@ -220,7 +221,7 @@ def selected_document(loaded: Loaded, patterns: Sequence[str]) -> Document:
             Sentence(f"{', '.join(map(str, ops))}: operations are known once they run; record to see them.", "warn")
         )
     parts.append(Table.of("points", columns, rows))
-    return Document(loaded.name, tuple(parts))
+    return Document(name, tuple(parts))
 
 
 def _tree(places: Sequence[Place], shared: Mapping[str, str], sizes: Mapping[str, int]) -> _Node:
@@ -239,22 +240,6 @@ def _tree(places: Sequence[Place], shared: Mapping[str, str], sizes: Mapping[str
 
 def _kind(place: Place) -> str:
     return place.types[0] if place.types else ""
-
-
-def _sizes(runtime: Runtime, model: Any, places: Sequence[Place]) -> dict[str, int]:
-    """Count the parameters of each module with those inside it, each once; empty where the weights are not known."""
-    shared, own = runtime.shared(model), runtime.weights(model)
-    if not own:
-        return {}
-    parameters = runtime.parameters(model)
-    known = set(map(id, parameters))
-    within: dict[str, dict[int, int]] = {place.name: {} for place in places}
-    for name, module in {**{name: name for name in own}, **shared}.items():
-        sizes = {id(tensor): tensor.numel() for _, tensor in own.get(module, ()) if id(tensor) in known}
-        parts = name.split(".") if name else []
-        for depth in range(len(parts) + 1):
-            within.setdefault(".".join(parts[:depth]), {}).update(sizes)
-    return {name: sum(sizes.values()) for name, sizes in within.items()}
 
 
 def _lines(

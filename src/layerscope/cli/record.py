@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from layerscope.cli import options
-from layerscope.cli.completeness import completeness_parts
-from layerscope.cli.page import counting, put, working
+from layerscope.cli.page import Tell, counting, put, working
 from layerscope.errors import BadModel, BadText, LayerscopeError, RunBusy, RunExists
+from layerscope.pages.completeness import completeness_parts
 from layerscope.patterns import Pattern
 from layerscope.points import SIDES, Side
 from layerscope.ranks import rank
@@ -35,8 +35,10 @@ EXAMPLES = options.examples(
     "layerscope record tiny-transformer 'model.layers.*' -o runs/tiny",
     "layerscope record make.py:model 'type:Linear' --side input,output -o runs/linears",
     "layerscope record checkpoints/llama 'model.layers.*:output,grad_output' --prompt 'Hello' -o runs/llama",
+    "layerscope record tiny-transformer 'type:Linear' --keep summary --statistics channels -o runs/channels",
     "layerscope record tiny-transformer --mode fp32,bf16,int8-weight --layers all -o runs",
     "layerscope record quamba-small --mode essential --layers first,last --side input,output -o layer_outputs",
+    "layerscope record quamba-small --mode fp32,2-1 --layers first,last --components conv,ssm -o components",
 )
 
 
@@ -51,9 +53,24 @@ EXAMPLES = options.examples(
     show_default=True,
     help="Tensors, their statistics, or both.",
 )
+@click.option(
+    "--statistics",
+    metavar="WHICH",
+    default="full",
+    show_default=True,
+    help="full; moments, without quantiles and fingerprints; channels, full and of each channel along the last axis, "
+    "or along another: 'channels(axis=1)'.",
+)
 @click.option("--when", metavar="SCHEDULE", help="Which forwards: 'every(100) | first(3)'; default: all.")
 @click.option("--side", metavar="SIDE,...", help=f"Sides of patterns that name none: {', '.join(SIDES)}.")
 @click.option("--layers", metavar="WHICH", help="Decoder layers: first, last, all, numbers with commas; or a PATTERN.")
+@click.option("--components", metavar="WHICH", help="Of those layers, what goes in and out of: conv, ssm; with commas.")
+@click.option(
+    "--stop-after",
+    metavar="LAYER",
+    help="End each forward after this layer: first, a number, a module's name; never. Default: after the first layer, "
+    "where --layers names no other.",
+)
 @options.modes("Record variants: names or all, fp_only, quant_only, essential; each into RUN/MODE.")
 @options.prepared
 @options.model_inputs
@@ -66,20 +83,25 @@ EXAMPLES = options.examples(
     help="Of a model that torch.compile runs: run the first forward untapped as well, to see what the taps change.",
 )
 @click.option("--precision-faithful", is_flag=True, help="Of such a model: have Inductor round where the source does.")
+@click.option("--no-floors", is_flag=True, help="Do not measure what rounding does, by which others are judged.")
 @options.as_json
 def command(
     model: str,
     patterns: tuple[str, ...],
     to: str,
     keep: Literal["tensor", "summary", "both"],
+    statistics: str,
     when: str | None,
     side: str | None,
     layers: str | None,
+    components: str | None,
+    stop_after: str | None,
     modes: tuple[str, ...],
     modes_file: str | None,
     append: bool,
     observer: Literal["measure", "skip"],
     precision_faithful: bool,
+    no_floors: bool,
     as_json: bool,
     seed: int,
     **asked: Any,
@@ -87,7 +109,8 @@ def command(
     """Run MODEL on its inputs and write what PATTERNs name to a run.
 
     MODEL is a built-in name, file.py:function, package.module:function, a local Hugging Face checkpoint folder, a file
-    (TorchScript, .pt2 of torch.export, .onnx), or a folder that a compiled model was saved to.
+    (TorchScript, .pt2 of torch.export, .onnx), or a folder that a compiled model was saved to. Functions, TorchScript,
+    .pt2 files and compiled folders are programs, and are run; to list a file with `layerscope points` runs nothing.
 
     One forward is run for each input; a backward pass follows where a gradient is asked for, from the model's own
     loss or, where it returns none, from the mean square of its first output.
@@ -95,6 +118,7 @@ def command(
     With --mode, each variant of the model is recorded on the same inputs, into a folder of its own: RUN/MODE. Words
     after --mode that are modes are meant as such: --mode 0 2-1. `layerscope modes MODEL` lists them.
     """
+    _refuse_unknown(statistics)
     if not patterns and layers is None:
         raise click.UsageError("say what to record: PATTERN..., or --layers first,last")
     if modes and (precision_faithful or observer == "skip"):
@@ -108,16 +132,21 @@ def command(
         from layerscope.cli.variants import record_variants, told_apart
 
         modes, patterns = told_apart(modes, patterns, ready.model)
-    taps = [*sided(patterns, side), *_layers(ready, layers, side)]
+    taps = [*sided(patterns, side), *_layers(ready, layers, side), *_components(ready, layers, components)]
     gradients = any(s.startswith("grad") for tap in taps if not tap.exclude for s in tap.sides)
     texts = [str(tap) for tap in taps]
     forward = partial(_forward, gradients=gradients, name=model)
+    stop = _stop(ready, stop_after, gradients=gradients, alone=None if patterns else layers)
     if modes:
         page, code = record_variants(
-            ready, modes, list(batches), texts, to=to, keep=keep, when=when, append=append, forward=forward
-        )
+            ready, modes, list(batches), texts,
+            to=to, keep=keep, statistics=statistics, when=when, append=append, forward=forward, stop_after=stop,
+            floors=not no_floors,
+        )  # fmt: skip
     else:
         how: dict[str, Any] = {"when": when, "observer": observer, "precision_faithful": precision_faithful}
+        how |= {"statistics": statistics, "stop_after": stop}
+        how["floors"] = not (no_floors or append or stop or keep == "summary")
         page, code = _record(ready, batches, texts, to=to, keep=keep, append=append, forward=forward, **how), 0
     put(page, "json" if as_json else "terminal")
     return code
@@ -145,6 +174,25 @@ def _layers(ready: Prepared, layers: str | None, side: str | None) -> list[Patte
     return sided(chosen_layers(ready.model, layers), side)
 
 
+def _stop(ready: Prepared, text: str | None, *, gradients: bool, alone: str | None) -> str | None:
+    """Return the module after which a forward may end; a backward pass needs all of it."""
+    from layerscope.modes.stopping import NEVER, stop_of
+
+    if gradients and text not in (None, NEVER):
+        raise click.UsageError("--stop-after ends the forward, and a gradient needs the rest of it; leave one out")
+    return None if gradients else stop_of(ready.model, text, alone=alone)
+
+
+def _components(ready: Prepared, layers: str | None, components: str | None) -> list[Pattern]:
+    if components is None:
+        return []
+    if layers is None:
+        raise click.UsageError("--components are parts of layers: say which, as --layers first,last")
+    from layerscope.modes.layers import component_taps
+
+    return sided(component_taps(ready.model, layers, components), None)
+
+
 def _record(
     ready: Prepared,
     batches: Iterator[Inputs],
@@ -154,18 +202,21 @@ def _record(
     keep: Any,
     append: bool,
     forward: Callable[[Any, Inputs], None],
+    stop_after: str | None,
     **how: Any,
 ) -> Document:
+    from layerscope.modes.stopping import ending
     from layerscope.recorder import record
 
     name = ready.loaded.name
     is_new = not append and "://" not in to and not os.path.lexists(to)
-    recording = record(ready.model, taps, to=to, keep=keep, append=append, name=name, settings=ready.settings, **how)
+    settings = ready.settings | ({} if stop_after is None else {"stop_after": stop_after})
     try:
-        with recording, counting("recording") as tell:
-            for done, batch in enumerate(batches):
-                tell(f"forward {done}", done, 0)
-                forward(recording.model, batch)
+        with counting("recording") as tell:
+            how["tell"] = tell
+            recording = record(ready.model, taps, to=to, keep=keep, append=append, name=name, settings=settings, **how)
+            with recording, ending(ready.model, stop_after):
+                _forwards(recording.model, batches, forward, tell)
     except (RunExists, RunBusy):
         raise
     except BaseException:
@@ -173,17 +224,39 @@ def _record(
             withdraw(Path(to))
         raise
     parts: list[Part] = [*completeness_parts(recording.run, to)]
-    facts = (Fact("run", to, "name"), Fact("model", name), Fact("taps", " ".join(taps)))
+    facts = [Fact("run", to, "name"), Fact("model", name), Fact("taps", " ".join(taps))]
+    facts += [] if stop_after is None else [Fact("stop_after", stop_after, "name")]
+    floors = recording.run.floors.sentences()
+    facts += [Fact("floors", "; ".join(floors))] if floors else []
     parts.append(Facts("recorded", (*facts, Fact("look", f"layerscope show {to}"))))
     return Document(f"recorded {name}", tuple(parts))
 
 
+def _forwards(model: Any, batches: Iterator[Inputs], forward: Callable[[Any, Inputs], None], tell: Tell) -> None:
+    from layerscope.modes.stopping import Enough
+
+    for done, batch in enumerate(batches):
+        tell(f"forward {done}", done, 0)
+        with suppress(Enough):
+            forward(model, batch)
+
+
+def _refuse_unknown(statistics: str) -> None:
+    """Refuse before the model is loaded, which may take minutes."""
+    from layerscope.recorder.taps import level_of
+
+    try:
+        level_of(statistics)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
 def _refuse_existing(to: str) -> None:
     """Refuse before the model is loaded, which may take minutes; the writer looks again, and at other places too."""
-    from layerscope.store.address import rank_folder
-    from layerscope.store.appender import JOURNAL
+    from layerscope.store.address import LocalFolder, rank_folder
+    from layerscope.store.destination import holds_records
 
-    if "://" not in to and (Path(to) / rank_folder(rank()) / JOURNAL).exists():
+    if "://" not in to and holds_records(LocalFolder(Path(to)), rank_folder(rank())):
         raise RunExists(f"{to} holds a run already; give another name, or --append to add steps to it.")
 
 
@@ -192,21 +265,20 @@ def withdraw(run: Path) -> None:
 
     Only the files a writer makes before its first record are removed; when anything else is there, all of it stays.
     """
-    from layerscope.store import Run
-    from layerscope.store.address import folder, rank_folder
-    from layerscope.store.appender import JOURNAL
+    from layerscope.store import open_run
+    from layerscope.store.address import rank_folder
     from layerscope.store.manifest import NAME
+    from layerscope.store.rank_lock import LOCK
 
     own = run / rank_folder(rank())
-    made = {run / NAME, own, own / NAME, own / JOURNAL}
+    made = {run / NAME, own, own / NAME, own / LOCK}
     with suppress(OSError, LayerscopeError):
         if not made.issuperset(run.rglob("*")):
             return
-        opened = Run(folder(run))
+        opened = open_run(run)
         holds = len(opened) or opened.damaged or opened.notes
-        opened.close()
         if not holds:
-            for path in (own / JOURNAL, own / NAME, run / NAME):
+            for path in (own / LOCK, own / NAME, run / NAME):
                 path.unlink(missing_ok=True)
             own.rmdir()
             run.rmdir()

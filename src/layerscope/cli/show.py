@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from layerscope.cli import options
-from layerscope.cli.adjacent import Change, chains, changes
-from layerscope.cli.choosing import Given, at, spans
-from layerscope.cli.completeness import completeness_parts, damage_of, run_facts
 from layerscope.cli.over import AXES
 from layerscope.cli.over import document as lines
-from layerscope.cli.page import Tell, counting, put
-from layerscope.cli.statistics import Row, broken_parts, name_cell, point_tables, rows_at
+from layerscope.cli.page import Tell, counting, leave, put
+from layerscope.pages.adjacent import Change, chains, changes
+from layerscope.pages.choosing import Given, at, spans
+from layerscope.pages.completeness import completeness_parts, damage_of, run_facts
+from layerscope.pages.statistics import Row, broken_parts, name_cell, point_tables, rows_at
 from layerscope.points import Moment, Point
 from layerscope.report.parts import Cell, Column, Document, Heading, Part, Sentence, Table, Tone, Value
 from layerscope.report.writing import NOTHING, number
 
 if TYPE_CHECKING:
-    from layerscope.store import Damage, Reader
+    from layerscope.store import Damage, Run
 
 __all__ = ["adjacent_parts", "command", "document"]
 
@@ -30,6 +30,7 @@ EXAMPLES = options.examples(
     "layerscope show runs/fp32 'model.layers.*' --adjacent",
     "layerscope show runs/fp32 'model.layers.*:grad_output' --step 3 --json",
     "layerscope show runs/fp32 --over steps --point model.layers.3",
+    "layerscope show runs/fp32 --channels",
 )
 
 
@@ -37,17 +38,21 @@ EXAMPLES = options.examples(
 @click.argument("run", metavar="RUN")
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
 @click.option("--adjacent", is_flag=True, help="Show the change from each layer to the next as well.")
+@click.option("--channels", is_flag=True, help="Show which channels stand out, over all records, and what they cost.")
 @click.option("--over", type=click.Choice([*AXES]), help="Draw a line for each statistic of one point.")
 @click.option("--point", metavar="POINT", help="The point that --over follows.")
 @options.moments
+@options.as_html
 @options.as_json
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 def command(
     run: str,
     patterns: tuple[str, ...],
     adjacent: bool,
+    channels: bool,
     over: str | None,
     point: str | None,
+    html_to: str | None,
     as_json: bool,
     as_markdown: bool,
     **given: int | None,
@@ -60,19 +65,40 @@ def command(
 
     if as_json and as_markdown:
         raise click.UsageError("--json and --markdown are two pages; ask for one of them.")
+    if channels and (adjacent or over):
+        raise click.UsageError("--channels is a page of its own; leave out --adjacent and --over.")
     if (over is None) != (point is None) or (over and (patterns or adjacent)):
         raise click.UsageError("a line is asked for with --over steps --point POINT, and shows that point alone.")
     with counting("reading") as tell:
-        if over is not None and point is not None:
+        if channels:
+            page, damaged = channel_document(open_run(run), run, patterns=patterns, given=given, tell=tell)
+        elif over is not None and point is not None:
             page, damaged = lines(open_run(run), run, over=over, point=point, given=given, tell=tell)
         else:
             page, damaged = document(open_run(run), run, patterns=patterns, given=given, adjacent=adjacent, tell=tell)
+    if html_to is not None:
+        shown = None if channels or over else open_run(run)
+        leave(page if shown is None else _report(shown, run, patterns, given, adjacent=adjacent), html_to)
     put(page, "json" if as_json else "markdown" if as_markdown else "terminal")
     return 2 if damaged else 0
 
 
+def _report(run: Run, name: str, patterns: Sequence[str], given: Given, *, adjacent: bool) -> Document:
+    """Build the report of a run, with the changes from layer to layer where they are asked for."""
+    from layerscope.pages.run import page
+    from layerscope.store import selected
+
+    with counting("reading") as tell:
+        extra: list[Part] = []
+        if adjacent and run.points:
+            points = selected(run, patterns)
+            rows, _ = rows_at(run, points, at(run, points, given)[1], tell)
+            extra = [*adjacent_parts(run, rows, layers_only=not patterns, tell=tell)]
+        return page(run, name, patterns=patterns, given=given, extra=extra, tell=tell)
+
+
 def document(
-    run: Reader, name: str, *, patterns: Sequence[str], given: Given, adjacent: bool, tell: Tell
+    run: Run, name: str, *, patterns: Sequence[str], given: Given, adjacent: bool, tell: Tell
 ) -> tuple[Document, list[Damage]]:
     """Build the page of a run: how complete it is, the statistics at one moment, and the changes when asked.
 
@@ -91,13 +117,33 @@ def document(
         parts += point_tables(rows)
         if adjacent:
             parts += adjacent_parts(run, rows, layers_only=not patterns, tell=tell)
-    damaged = damage_of(run)
-    known = {(d.point, d.moment) for d in damaged}
-    damaged += [d for d in unread if (d.point, d.moment) not in known]
+    damaged = _all_damaged(run, unread)
     return Document(name, (*completeness_parts(run, name, damaged=damaged), run_facts(run), *parts)), damaged
 
 
-def _which(run: Reader, points: Sequence[Point], moment: Moment, given: Given, rows: Sequence[Row]) -> Iterator[str]:
+def channel_document(
+    run: Run, name: str, *, patterns: Sequence[str], given: Given, tell: Tell
+) -> tuple[Document, list[Damage]]:
+    """Build the page of the channels that stand out, and return with it what cannot be read."""
+    from layerscope.compare import outliers
+
+    parts: list[Part] = []
+    unread: list[Damage] = []
+    if run.points:
+        when: dict[str, Any] = dict(given)
+        found = outliers(run, patterns, tell=tell, **when)
+        parts, unread = [*found.parts()], [*found.damaged]
+    damaged = _all_damaged(run, unread)
+    return Document(name, (*completeness_parts(run, name, damaged=damaged), run_facts(run), *parts)), damaged
+
+
+def _all_damaged(run: Run, unread: Sequence[Damage]) -> list[Damage]:
+    damaged = damage_of(run)
+    known = {(d.point, d.moment) for d in damaged}
+    return damaged + [d for d in unread if (d.point, d.moment) not in known]
+
+
+def _which(run: Run, points: Sequence[Point], moment: Moment, given: Given, rows: Sequence[Row]) -> Iterator[str]:
     """Say which moment this is, and what it leaves out."""
     steps = {m.step for m in run.moments}
     text = str(moment).replace("=", " ").replace(" batch", ", batch").replace(" step", ", step")
@@ -119,7 +165,7 @@ def _which(run: Reader, points: Sequence[Point], moment: Moment, given: Given, r
         yield f"ranks {spans(ranks)} added up (--rank N shows one)"
 
 
-def adjacent_parts(run: Reader, rows: Sequence[Row], *, layers_only: bool, tell: Tell) -> Iterator[Part]:
+def adjacent_parts(run: Run, rows: Sequence[Row], *, layers_only: bool, tell: Tell) -> Iterator[Part]:
     """Build the tables of changes from each layer to the next, one for each chain of layers."""
     entries = [row.entries[0] for row in rows if row.point.side == "output" or not layers_only]
     found = chains(entries, layers_only=layers_only)

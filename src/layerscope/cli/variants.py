@@ -53,9 +53,12 @@ def record_variants(
     *,
     to: str,
     keep: Any,
+    statistics: str,
     when: str | None,
     append: bool,
     forward: Callable[[torch.nn.Module, Inputs], object],
+    stop_after: str | None,
+    floors: bool = True,
 ) -> tuple[Document, int]:
     """Record the modes; return the page that says what became of them, and the exit code: 2 when one has failed.
 
@@ -77,10 +80,13 @@ def record_variants(
             settings=ready.settings,
             name=ready.loaded.name,
             keep=keep,
+            statistics=statistics,
             when=when,
             append=append,
             seed=ready.loaded.seed,
             forward=forward,
+            stop_after=stop_after,
+            floors=floors and not stop_after and keep != "summary",
             tell=tell,
         ):
             done.append(one)
@@ -118,6 +124,8 @@ def _page(
     facts = [Fact("folder", to, "name"), Fact("model", ready.loaded.name), Fact("taps", " ".join(taps))]
     facts += [Fact("inputs", one.run.manifest.settings["inputs"], audience="data") for one in whole[:1] if one.run]
     facts += [Fact(key, value, audience="data") for key, value in ready.settings.items()]
+    stops = {one.run.manifest.settings.get("stop_after") for one in whole if one.run} - {None}
+    facts += [Fact("stop_after", stop, "name") for stop in stops]
     if len(whole) > 1:
         first, *others = (str(one.address) for one in whole)
         facts.append(Fact("look", f"layerscope compare {first} {' '.join(others[:3])}{' ...' * (len(others) > 3)}"))
