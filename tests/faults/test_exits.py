@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from preloaded import Preloaded
+
 SCRIPT = """
 import os, signal, sys, torch, layerscope as ls
 
@@ -25,10 +27,25 @@ ENDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def parent():
+    with Preloaded() as parent:
+        yield parent
+
+
 @pytest.mark.parametrize(("end", "code"), ENDS.values(), ids=ENDS)
-def test_a_process_that_records_ends_as_it_would_without(end, code, tmp_path):
-    for where in ([], [str(tmp_path / "run")]):
-        command = [sys.executable, "-c", SCRIPT.replace("END", end), *where]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert ran.returncode == code, ran.stderr
-        assert "terminate called" not in ran.stderr
+def test_a_process_that_records_ends_as_it_would_without(end, code, tmp_path, parent):
+    for where in ((), (tmp_path / "run",)):
+        ran = parent.run(SCRIPT.replace("END", end), *where)
+        assert ran.code == code, ran.err
+        assert "terminate called" not in ran.err
+
+
+def test_a_forked_process_ends_as_a_started_one(parent):
+    """The test above is about processes that were forked: what they print and return is what any other does."""
+    end, code = ENDS["an interrupt"]
+    script = SCRIPT.replace("END", f"import atexit; atexit.register(print, 'at exit'); {end}")
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    forked = parent.run(script)
+    assert (ran.returncode, ran.stdout) == (forked.code, forked.out) == (code, "at exit\n")
+    assert ran.stderr.splitlines()[-1] == forked.err.splitlines()[-1]

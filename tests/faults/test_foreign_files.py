@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import re
 import shutil
 import zipfile
+from importlib import import_module
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from layerscope.errors import LayerscopeError
+from layerscope.errors import LayerscopeError, NotARun
 from layerscope.store import open_run
+from layerscope.store.address import folder
+from layerscope.store.layouts import LAYOUTS, Place
 
 
 class Trap:
@@ -57,64 +62,139 @@ def monitor(path):
         torch.save({**said, "batch_idx": batch, "output": torch.arange(4.0)}, path / f"{batch}.pt")
 
 
-LAYOUTS = (quamba, first_layer, packed, neuron, monitor)
+def sglang(path):
+    path.mkdir()
+    for number in range(2):
+        file = f"step=0___rank=0___dump_index={number}___name=x{number}___recompute_status=disabled.pt"
+        torch.save({"value": torch.arange(4.0), "meta": {"dims": "s h"}}, path / file)
+
+
+def msprobe(path):
+    there = path / "step0" / "rank0" / "dump_tensor_data"
+    there.mkdir(parents=True)
+    data = {}
+    for name in ("up", "down"):
+        file = f"Module.{name}.Linear.forward.0.output.0.pt"
+        said = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [40], "data_name": file}
+        data[f"Module.{name}.Linear.forward.0"] = {"input_args": [], "input_kwargs": {}, "output": [said]}
+        torch.save(torch.arange(40.0), there / file)
+    dump = {"task": "tensor", "level": "L0", "data": data}
+    (there.parent / "dump.json").write_text(json.dumps(dump))
+    (there.parent / "stack.json").write_text("{}")
+
+
+def huggingface(path):
+    path.mkdir()
+    children = []
+    for name in ("Tiny.up", "Tiny.down"):
+        file = f"{name}_outputs.safetensors"
+        said = {"shape": "torch.Size([900])", "dtype": "torch.float32", "value": f"./{file}"}
+        children.append({"module_path": name, "inputs": None, "outputs": said, "children": []})
+        save_file({"data": torch.arange(900.0)}, path / file)
+    tree = {"module_path": "Tiny", "inputs": None, "outputs": None, "children": children}
+    (path / "Tiny_debug_tree_FULL_TENSORS.json").write_text(json.dumps(tree))
+
+
+MADE = {
+    "quamba": (quamba,),
+    "first_layer": (first_layer, packed),
+    "neuron": (neuron,),
+    "monitor": (monitor,),
+    "sglang": (sglang,),
+    "msprobe": (msprobe,),
+    "huggingface": (huggingface,),
+}
+each = pytest.mark.parametrize("make", [make for several in MADE.values() for make in several])
 
 
 def everything(path):
-    """Read all there is, as `show` would."""
+    """Read all there is, as `show` would; return it by point and moment, and why the rest is not there."""
     run = open_run(path)
-    return [tensor for entry in run.records() for tensor in (entry.tensor(), *entry.pieces(7))]
+    found = {}
+    for entry in run.records():
+        if entry.dtype is not None:
+            whole, pieces = entry.tensor(), list(entry.pieces(7))
+            assert all(0 < len(piece) <= 7 for piece in pieces)
+            assert [n for piece in pieces for n in map(str, piece.tolist())] == [*map(str, whole.reshape(-1).tolist())]
+            found[entry.point, entry.moment] = whole.tolist()
+    return found, [missing.reason for missing in run.missing]
 
 
-@pytest.mark.parametrize("make", LAYOUTS)
-def test_a_whole_dump_reads(tmp_path, make):
+def files_of(path):
+    return sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
+
+
+def copied(path, to):
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(path, to)
+    return to
+
+
+def test_every_layout_is_here():
+    assert set(MADE) == set(LAYOUTS)
+
+
+@each
+def test_a_whole_dump_reads_and_is_claimed_by_its_own_layout_alone(tmp_path, make):
     make(tmp_path / "dump")
-    assert len(everything(tmp_path / "dump")) >= 2
+    found, missing = everything(tmp_path / "dump")
+    assert (len(found) >= 2, missing) == (True, [])
+    place = Place(folder(tmp_path / "dump"))
+    claimed = [name for name in LAYOUTS if import_module(f"layerscope.store.layouts.{name}").recognise(place)]
+    assert [make in MADE[name] for name in claimed] == [True]
+    for file in files_of(tmp_path / "dump"):
+        (tmp_path / "dump" / file).unlink()
+    with pytest.raises(NotARun, match="is not a run"):
+        open_run(tmp_path / "dump")
 
 
-@pytest.mark.parametrize("make", LAYOUTS)
+@each
 def test_a_file_cut_at_any_length_is_read_right_or_refused_in_one_sentence(tmp_path, make):
     make(tmp_path / "whole")
-    right = [tensor.tolist() for tensor in everything(tmp_path / "whole")]
+    right, _ = everything(tmp_path / "whole")
     rng = random.Random(0)
     refused = 0
-    for name in sorted(p.name for p in (tmp_path / "whole").iterdir()):
-        raw = (tmp_path / "whole" / name).read_bytes()
+    for file in files_of(tmp_path / "whole"):
+        raw = (tmp_path / "whole" / file).read_bytes()
         for left in {0, 1, len(raw) - 1, *(rng.randrange(len(raw)) for _ in range(6))}:
-            shutil.rmtree(tmp_path / "cut", ignore_errors=True)
-            shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-            (tmp_path / "cut" / name).write_bytes(raw[:left])
+            cut = copied(tmp_path / "whole", tmp_path / "cut")
+            (cut / file).write_bytes(raw[:left])
             try:
-                found = [tensor.tolist() for tensor in everything(tmp_path / "cut")]
+                found, said = everything(cut)
             except LayerscopeError as error:
-                said = str(error)
-                found = None
-                refused += 1
-            assert found in (None, right)
-            assert found is not None or (name in said and "\n" not in said) or "not a run" in said
+                found, said = {}, [str(error)]
+            refused += bool(said)
+            assert found.items() <= right.items()
+            assert found == right or said
+            assert all((file.name in why and "\n" not in why) or "not a run" in why for why in said)
     assert refused >= 8
 
 
-@pytest.mark.parametrize("make", LAYOUTS)
+@each
 def test_changed_bytes_give_an_answer_or_a_refusal_and_no_other_error(tmp_path, make):
     make(tmp_path / "whole")
     rng = random.Random(0)
-    names = sorted(p.name for p in (tmp_path / "whole").iterdir())
+    files = files_of(tmp_path / "whole")
     outcomes = set()
     for _ in range(60):
-        shutil.rmtree(tmp_path / "changed", ignore_errors=True)
-        shutil.copytree(tmp_path / "whole", tmp_path / "changed")
-        path = tmp_path / "changed" / rng.choice(names)
-        raw = bytearray(path.read_bytes())
+        changed = copied(tmp_path / "whole", tmp_path / "changed") / rng.choice(files)
+        raw = bytearray(changed.read_bytes())
         for _ in range(3):
             raw[rng.randrange(len(raw))] = rng.randrange(256)
-        path.write_bytes(raw)
+        changed.write_bytes(raw)
         try:
-            everything(tmp_path / "changed")
-            outcomes.add("read")
+            _, said = everything(tmp_path / "changed")
+            outcomes.add("refused" if said else "read")
         except LayerscopeError:
             outcomes.add("refused")
     assert outcomes == {"read", "refused"}
+
+
+def evil_msprobe(path, trap):
+    path.rmdir()
+    msprobe(path)
+    for file in path.rglob("*.pt"):
+        torch.save(trap, file)
 
 
 def test_nothing_is_executed_from_any_file(tmp_path):
@@ -133,15 +213,21 @@ def test_nothing_is_executed_from_any_file(tmp_path):
         "old pt": lambda p: torch.save(trap, p / "layer_1_output.pt", _use_new_zipfile_serialization=False),
         "pickle": lambda p: plain(p / "layer_1_output.pt"),
         "pickle as npy": lambda p: plain(p / "mode_0_layer_0.npy"),
+        "sglang": lambda p: torch.save({"value": trap}, p / "step=0___rank=0___dump_index=1___name=x.pt"),
+        "msprobe": lambda p: evil_msprobe(p, trap),
         "item": lambda p: torch.save(said, p / "single_epoch_1_000.pt"),
     }
     for name, make in dumps.items():
         path = tmp_path / name
         path.mkdir()
         make(path)
-        with pytest.raises(LayerscopeError, match=r"unpickl|no \.npy array") as told:
-            everything(path)
-        assert "\n" not in str(told.value)
+        try:
+            found, why = everything(path)
+        except LayerscopeError as error:
+            found, why = {}, [str(error)]
+        assert found == {}
+        assert re.search(r"unpickl|no \.npy array", "".join(why))
+        assert "\n" not in "".join(why)
     assert not mark.exists()
     pickle.loads(pickle.dumps(trap)).close()
     assert mark.exists()  # the trap is a real one

@@ -49,6 +49,8 @@ def assert_all_right(path, *, size: int = SIZE) -> list[int]:
     for segment in path.rglob("*.safetensors"):
         with safe_open(segment, "np") as file:
             assert len(file.keys()) > 0
+            for key in file.keys():  # noqa: SIM118
+                assert not key.isdecimal() or file.get_tensor(key).size == size
     return steps
 
 
@@ -64,10 +66,17 @@ def test_a_full_disk_stops_nothing_and_recording_goes_on_when_space_returns(smal
     kept = assert_all_right(path)
     assert kept == list(range(len(kept)))
     assert 4 <= len(kept) <= 8
-    assert [p.name for p in sorted(path.rglob("segment*"))] == ["segment-00000.safetensors"]
+    # The pair stays as it is: its journal has room for the account of what was lost, its table would need more.
+    assert [p.name for p in sorted(path.rglob("segment-00000*"))] == ["segment-00000.journal", "segment-00000.partial"]
     [lost] = writer.dropped
     assert (lost.count, lost.first) == (20 - len(kept), str(Moment(step=len(kept))))
     assert "No space left on device" in lost.reason
+    killed = small_disk.parent / "killed"
+    shutil.copytree(path, killed)  # as a kill would leave it now
+    assert assert_all_right(killed) == kept
+    assert recover(killed).lost == []
+    assert assert_all_right(killed) == kept
+    assert open_run(killed).dropped == [lost]
 
     ballast.unlink()
     for n in range(20, 23):
@@ -91,7 +100,7 @@ def test_without_a_full_disk_nothing_is_lost_or_said(small_disk, caplog):
     assert open_run(small_disk / "run").complete
 
 
-def test_small_records_on_a_full_disk_leave_a_journal_without_torn_lines(small_disk):
+def test_small_records_on_a_full_disk_leave_a_journal_without_torn_frames(small_disk):
     path = small_disk / "run"
     writer = Writer(path, Manifest(), segment_tensors=50)
     for n in range(3000):
@@ -108,6 +117,32 @@ def test_small_records_on_a_full_disk_leave_a_journal_without_torn_lines(small_d
     assert done.records == len(steps)
 
 
+def test_the_account_of_losses_is_whole_after_a_kill_whatever_the_number_of_points(small_disk):
+    path = small_disk / "run"
+    writer = Writer(path, Manifest())
+    assert write(writer, 0, size=1000)
+    writer.flush()
+    fill(small_disk)
+    for n in range(1500):
+        big = Blob("uint8", (9000,), 9000, lambda n=n: data(n, 9000))
+        writer.write(Point(f"model.layers.{n}.attention.output"), Moment(step=n), blob=big)
+        if n % 100 == 99:
+            writer.flush()
+    writer.flush()
+    known = sum(d.count for d in writer.dropped)
+    assert known > 1000
+    killed = small_disk.parent / "killed"
+    shutil.copytree(path, killed)
+    (small_disk / "ballast").unlink()
+    writer.close()
+    kept = len(open_run(killed))
+    recover(killed)
+    run = open_run(killed)
+    assert sum(d.count for d in run.dropped) == known
+    assert len(run) == kept == 1501 - known
+    assert run.damaged == []
+
+
 def fill(place) -> None:
     """Leave not a page."""
     with (place / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -122,7 +157,7 @@ def test_a_run_that_cannot_even_begin_raises_and_leaves_nothing(small_disk):
     assert [p.name for p in small_disk.iterdir()] == ["ballast"]
 
 
-def test_what_a_kill_left_is_sealed_even_on_a_full_disk(small_disk):
+def test_what_a_kill_left_stays_readable_on_a_full_disk_and_is_sealed_when_there_is_room(small_disk):
     writer = Writer(small_disk / "run", Manifest())
     for n in range(3):
         write(writer, n)
@@ -131,10 +166,11 @@ def test_what_a_kill_left_is_sealed_even_on_a_full_disk(small_disk):
     shutil.copytree(small_disk / "run", killed)
     writer.close()
     fill(small_disk)
-    with pytest.raises(OSError, match="No space left"):  # run.json takes a page that is not there
+    with pytest.raises(OSError, match="No space left"):  # a table takes a page that is not there
         recover(killed)
-    assert [p.name for p in killed.rglob("segment*")] == ["segment-00000.safetensors"]
     assert assert_all_right(killed) == [0, 1, 2]
     (small_disk / "ballast").unlink()
     assert recover(killed).lost == []
+    assert [p.name for p in killed.rglob("segment*")] == ["segment-00000.safetensors"]
+    assert assert_all_right(killed) == [0, 1, 2]
     assert open_run(killed).state == "recovered"

@@ -32,22 +32,31 @@ def writing(tmp_path):
     child.communicate()
 
 
-def test_a_reader_beside_a_writer_sees_a_growing_right_prefix(writing):
-    run = open_run(writing)
-    seen = 0
-    deadline = time.monotonic() + 1.5
-    while time.monotonic() < deadline:
-        run.refresh()
-        entries = list(run.records())
-        assert len(entries) >= seen
-        for entry in entries[seen:]:
-            n = entry.moment.step
-            tensor = run.tensor(entry.point, step=n)
-            assert tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == expected(5, n)[4]
-        seen = len(entries)
-        assert run.damaged == []
-    assert seen > 20
-    assert run.state == "recording"
+def test_a_reader_beside_a_writer_that_seals_all_the_time_sees_a_growing_right_prefix(tmp_path):
+    """The writer goes on while the reader looks; how long is counted in looks, and not in seconds."""
+    command = [sys.executable, str(SCRIPT), "write", str(tmp_path / "run"), "5", "slow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            child.stdout.readline()
+            run = open_run(tmp_path / "run")
+            seen, sealed = 0, 0
+            while seen < 150:
+                acknowledged = int(child.stdout.readline())
+                run.refresh()
+                entries = list(run.records())
+                assert len(entries) >= max(seen, acknowledged)
+                for entry in entries[seen:]:
+                    n = entry.moment.step
+                    tensor = run.tensor(entry.point, step=n)
+                    assert tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == expected(5, n)[4]
+                    assert entry.note == {"n": n}
+                seen = len(entries)
+                assert run.damaged == []
+                assert run.state == "recording"
+                sealed = len(list((tmp_path / "run").rglob("*.safetensors")))
+            assert sealed > 20
+        finally:
+            child.kill()
 
 
 def test_a_second_writer_and_recover_are_refused_while_the_first_lives(writing):

@@ -19,6 +19,7 @@ SAYS = {
     "layerscope show": "model.layers.7",
     "layerscope recover": "runs/tiny",
     "layerscope compare runs/tiny": "every value of 8 rows is equal",
+    "layerscope report": "the report is run.html",
     "layerscope convert": "mode_fp32_layer_7.npy",
     "layerscope modes quamba-small": "2-1",
     "layerscope record quamba-small": "✓ 3 modes recorded",
