@@ -9,8 +9,8 @@ import sys
 # Threads that spin while they wait count as CPU time of whatever runs beside them.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 ALL = (
-    "statistics", "store", "comparing", "overhead", "hooks", "watching", "scanning", "compiled", "diagnosing", "peers",
-    "gpu",
+    "statistics", "store", "many", "comparing", "overhead", "hooks", "watching", "scanning", "compiled", "diagnosing",
+    "peers", "startup", "gpu",
 )  # fmt: skip
 
 

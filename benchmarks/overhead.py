@@ -92,6 +92,7 @@ def main() -> None:
         "record: every input and output, moments": recorded(EVERYTHING, keep="summary", statistics="moments"),
         "record: every input and output, full statistics": recorded(EVERYTHING, keep="summary"),
         "record: every input and output, full statistics to disk": recorded(EVERYTHING, keep="summary", disk=True),
+        "record: every output, channels": recorded(["**:output", ".:output"], keep="summary", statistics="channels"),
         "record: schedule not due": recorded(EVERYTHING, keep="summary", when="steps(1000)"),
     }
     with torch.no_grad():

@@ -12,7 +12,7 @@ from typing import Any
 
 from layerscope import get_layer_hidden_states
 from layerscope.compiled import Compiled
-from layerscope.models import Loaded
+from layerscope.models import DEFAULT_PROMPT, Loaded
 from layerscope.models.inputs import Inputs
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
@@ -21,7 +21,7 @@ from layerscope.store.layouts.neuron import STATISTICS
 from layerscope.store.layouts.writing import convert
 from layerscope.store.memory import MemoryRun
 
-__all__ = ["called_with", "parser", "save"]
+__all__ = ["called_with", "parser", "prompt_of", "save"]
 
 
 def parser(description: str, *, output_dir: str) -> argparse.ArgumentParser:
@@ -39,13 +39,21 @@ def called_with(loaded: Loaded, prompt: str | None) -> Inputs:
     return next(loaded.batches(prompt=prompt))
 
 
-def save(compiled: Compiled, folder: Path, *, about: dict[str, Any]) -> None:
+def prompt_of(loaded: Loaded, prompt: str | None) -> str | None:
+    """Return the text that the model is given; None where it came with inputs of its own."""
+    return DEFAULT_PROMPT if prompt is None and loaded.given is None and loaded.speaks else prompt
+
+
+def save(compiled: Compiled, folder: Path, *, inputs: Inputs, prompt: str | None, about: dict[str, Any]) -> None:
     """Write the hidden states and the logits of the last call, and print what they are like.
 
-    `about` is for the manifest; of that, the layout's `metadata.pt` has the model's name and the settings.
+    `about` is for the manifest; of that, the layout's `metadata.pt` has the model's name and the settings, beside the
+    prompt and the token ids that the model was given.
     """
     states = get_layer_hidden_states() or []
-    settings = {"seed": about["seed"], **about.get("settings", {})}
+    ids = token_ids(inputs)
+    settings = {"seed": about["seed"], "prompt": prompt, **about.get("settings", {})}
+    settings |= {} if ids is None else {"input_ids": ids.tolist()}
     run = MemoryRun(Manifest(mode=compiled.backend, runtime=compiled.backend, **{**about, "settings": settings}))
     numbers = range(-1 if compiled.table.embedded else 0, len(states))
     for number, state in zip(numbers, states, strict=False):
@@ -54,6 +62,14 @@ def save(compiled: Compiled, folder: Path, *, about: dict[str, Any]) -> None:
         _add(run, "logits", compiled.taps()["logits"])
     convert(run, folder, layout="neuron", overwrite=True)
     show(folder)
+
+
+def token_ids(inputs: Inputs) -> Any:
+    """Return the token ids among the arguments: those called so, or the first, where it holds integers."""
+    import torch
+
+    ids = inputs.kwargs.get("input_ids", next(iter(inputs.args), None))
+    return ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() and not ids.is_complex() else None
 
 
 def show(folder: Path) -> None:

@@ -38,6 +38,7 @@ def main() -> int:
             asked.model,
             asked.mode,
             layers="first,last",
+            components=asked.components,
             pretrained_dir=asked.pretrained_dir,
             calib_file=asked.calib_file,
             prompt=asked.prompt,
@@ -62,6 +63,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", metavar="M", nargs="+", required=True, help="fp32, 0, 2-1 ..., or all, essential ...")
     parser.add_argument("--quantize", action="store_true", help="understood; the mode itself says what is quantised")
     parser.add_argument("--output_dir", metavar="D", default="layer_outputs", help="where to save (layer_outputs)")
+    parser.add_argument(
+        "--components", metavar="C", help="of these layers, what goes in and out of: conv,ssm (nothing)"
+    )
     parser.add_argument("--calib_file", metavar="F", help="text or token ids (the text that comes with layerscope)")
     parser.add_argument("--prompt", metavar="TEXT", help="record this text, in place of samples")
     parser.add_argument("--calib_data_num", metavar="N", type=int, help="samples of text (10)")

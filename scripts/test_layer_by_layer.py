@@ -25,7 +25,7 @@ from checkout import give_up, hand_over, one_sentence, tell_user
 
 try:
     import torch
-    from layers import called_with, parser, save
+    from layers import called_with, parser, prompt_of, save
 
     import layerscope as ls
     from layerscope.cli.page import working
@@ -42,12 +42,13 @@ INPUTS, SOURCE = "inputs.pt", "source.json"
 
 
 class Source(NamedTuple):
-    """What a model was compiled from, as it is kept beside it."""
+    """What a model was compiled from and called with, as it is kept beside it."""
 
     model: str
     backend: str
     seed: int
     weights: str
+    prompt: str | None = None
 
 
 def main() -> int:
@@ -62,7 +63,7 @@ def main() -> int:
             keep(compiled, inputs, source, kept)
         effect = str(compiled.observer_effect)
         about = {"model": {"name": asked.model}, "seed": source.seed, "settings": {"observer_effect": effect}}
-        save(compiled, folder, about=about)
+        save(compiled, folder, inputs=inputs, prompt=source.prompt, about=about)
     print(f"  observer effect: {effect}")
     for each in compiled.missing:
         tell_user(f"{each.point} is missing: {each.reason}")
@@ -74,7 +75,8 @@ def made(asked: argparse.Namespace) -> tuple[Compiled, Inputs, Source]:
     with working(f"compiling {asked.model}"):
         model = load_model(asked.model, seed=asked.seed or 0)
         inputs = called_with(model, asked.prompt)
-        source = Source(asked.model, asked.backend, asked.seed or 0, weights_of(model))
+        said = prompt_of(model, asked.prompt)
+        source = Source(asked.model, asked.backend, asked.seed or 0, weights_of(model), said)
         return ls.compile(model.model, inputs.kwargs or inputs.args, backend=asked.backend), inputs, source
 
 
@@ -112,7 +114,7 @@ def loaded(asked: argparse.Namespace, kept: Path) -> tuple[Compiled, Inputs, Sou
         )
     compiled = ls.load_compiled(kept)
     if asked.prompt is not None and model is not None:
-        return compiled, called_with(model, asked.prompt), source
+        return compiled, called_with(model, asked.prompt), source._replace(prompt=asked.prompt)
     return compiled, Inputs(**torch.load(kept / INPUTS, weights_only=True)), source
 
 

@@ -16,7 +16,7 @@ from checkout import hand_over, one_sentence
 
 try:
     import torch
-    from layers import called_with, parser, save
+    from layers import called_with, parser, prompt_of, save
 
     import layerscope as ls
     from layerscope.cli.page import working
@@ -40,7 +40,8 @@ def main() -> int:
             tapped = ls.compile(model.model.to(device), kwargs or args, backend=eager, observer="skip")
         tapped(*args, **kwargs)
         about = {"model": {"name": asked.model}, "seed": asked.seed, "device": str(device)}
-        save(tapped, Path(asked.output_dir), about=about)
+        said = prompt_of(model, asked.prompt)
+        save(tapped, Path(asked.output_dir), inputs=inputs, prompt=said, about=about)
     return 0
 
 

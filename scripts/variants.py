@@ -15,7 +15,7 @@ from checkout import tell_user
 from layerscope.cli.page import counting, working
 from layerscope.errors import BadModel
 from layerscope.modes import Recorded, choose, record_modes
-from layerscope.modes.layers import chosen_layers, stack_of
+from layerscope.modes.layers import chosen_layers, component_taps, stack_of
 from layerscope.modes.preparing import prepare
 from layerscope.store.joining import SAMPLES, joined
 
@@ -23,7 +23,14 @@ __all__ = ["recorded"]
 
 
 def recorded(
-    model: str, modes: Sequence[str], *, layers: str, sides: str = "output", stop: bool = False, **asked: Any
+    model: str,
+    modes: Sequence[str],
+    *,
+    layers: str,
+    sides: str = "output",
+    components: str | None = None,
+    stop: bool = False,
+    **asked: Any,
 ) -> Iterator[Recorded]:
     """Load the model once, record each mode of it and yield what became of it; `asked` is what `prepare` takes.
 
@@ -36,6 +43,7 @@ def recorded(
         if SAMPLES not in ready.settings and ready.loaded.given is None and not ready.loaded.speaks:
             raise BadModel(f"{model!r} came without inputs; return (model, inputs) from the function.")
         taps = [f"{layer}:{sides}" for layer in chosen_layers(ready.model, layers)]
+        taps += [] if components is None else component_taps(ready.model, layers, components)
         last = stack_of(ready.model)[0] if stop else None  # a forward that nobody records on is not run to its end
         batches = list(ready.batches())
     if "weights" in ready.settings and ready.ran not in ready.notes:
@@ -60,5 +68,6 @@ def recorded(
         ):
             if one.error is not None:
                 tell_user(f"mode {one.mode.name} failed: {one.error}")
-            yield one if one.run is None else replace(one, run=joined(one.run))
+            # The scales of codes are not joined, and whoever writes components joins their samples.
+            yield one if one.run is None or components is not None else replace(one, run=joined(one.run))
             del one

@@ -11,9 +11,12 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
+
+T = TypeVar("T")
 
 
 def left_open() -> Callable[[], tuple[list[str], list[str]]]:
@@ -78,3 +81,20 @@ def assert_lives_through(ask: Callable[[], object]) -> None:
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code == 0, "it died of a signal" if code < 0 else "it raised"
+
+
+def counted(work: Callable[[], T]) -> tuple[T, int]:
+    """Do the work; return its result, and how many functions were called: a measure that no busy machine changes."""
+    calls = 0
+
+    def called(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event.endswith("call")
+
+    before = sys.getprofile()
+    sys.setprofile(called)
+    try:
+        result = work()
+    finally:
+        sys.setprofile(before)
+    return result, calls

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
 import layerscope as ls
+from layerscope.store.layouts.writing import convert
+
+PAGE = Path(__file__).with_name("neuron_snippets.md").read_text(encoding="utf-8")
+SNIPPETS = dict(re.findall(r"^## (\w+)\n\n```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 
 SOURCE = """
     import torch
@@ -113,3 +119,40 @@ def test_a_plain_file_gives_63_states_of_each_input_after_the_fact(abroad):
     assert rec.missing == []
     for step, case in enumerate(cases):
         assert_states([rec.run.tensor(name, step=step) for name in names], case["states"], abroad)
+
+
+@torch.no_grad()
+def test_the_snippets_of_the_neuron_page_read_what_is_written(abroad, tmp_path, capsys):
+    case = torch.load(abroad / "expected.pt", weights_only=True)[0]
+    loaded = ls.load_compiled(abroad / "tapped")
+    with ls.record(loaded, ["embed", "layers.*"]) as rec:
+        loaded(case["x"])
+    states = [rec.run.tensor(name) for name in ("embed", *(f"layers.{number}" for number in range(62)))]
+    convert(rec.run, tmp_path / "test_layers" / "full_model", layout="neuron")
+    (tmp_path / "gpu_reference" / "full_model").mkdir(parents=True)
+    theirs = states[30] * 1.01
+    torch.save(theirs, tmp_path / "gpu_reference" / "full_model" / "layer_30_output.pt")
+
+    def said(title):
+        capsys.readouterr()
+        exec(SNIPPETS[title].replace("/home/ubuntu/traced_model", str(tmp_path)), {})
+        return capsys.readouterr().out.splitlines()
+
+    line = re.compile(r"layer_(\d+): Mean=(\S+), Std=(\S+), NaN=False, Inf=False")
+    told = {int(found[1]): (float(found[2]), float(found[3])) for found in map(line.fullmatch, said("statistics"))}
+    assert told.keys() == set(range(63))
+    for number, state in enumerate(states):
+        assert told[number] == pytest.approx((float(state.float().mean()), float(state.float().std())), abs=2e-6)
+    assert said("layer")[1:] == [
+        f"Mean: {states[30].float().mean():.6f}",
+        f"Std: {states[30].float().std():.6f}",
+        "Has NaN: False",
+    ]
+    away = (states[31] - states[30]).abs()
+    assert said("adjacent") == [f"Max diff: {away.max():.6f}", f"Mean diff: {away.mean():.6f}"]
+    away = (states[30] - theirs).abs()
+    lines = said("gpu")
+    assert f"  Max: {away.max():.6f}" in lines
+    assert lines[-1].startswith("Cosine Similarity: ")
+    assert float(lines[-1].split()[-1]) == pytest.approx(1.0)
+    assert len(SNIPPETS) == 4

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 import checkpoints
-from layerscope.errors import BadModel, BadText
+import layerscope as ls
+from layerscope import open_run
+from layerscope.cli import main
+from layerscope.errors import BadModel, BadText, NoSuchMode
 from layerscope.models.mamba import quamba_small, sample_batches
 from layerscope.modes import variant
 from layerscope.modes.preparing import DEFAULT_DIR, prepare
@@ -144,10 +147,47 @@ def test_a_large_vocabulary_without_a_tokenizer_needs_ids(tmp_path):
 
 def test_record_without_modes_reads_the_folder_too(tmp_path):
     folder = checkpoints.state_spaces(quamba_small(), tmp_path / "m")
+    with pytest.raises(SystemExit) as left:
+        main(["record", str(folder), "backbone.layers.0", "-o", str(tmp_path / "r")])
+    assert not left.value.code
+    assert [str(point) for point in open_run(tmp_path / "r").points] == ["backbone.layers.0:output"]
+
+
+@pytest.fixture(scope="module")
+def mamba2(tmp_path_factory):
+    """A Mamba2 as transformers saves it, where `--pretrained_dir` finds it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Mamba2Config(
+        vocab_size=256, hidden_size=32, num_hidden_layers=3, state_size=8, num_heads=4, head_dim=16, n_groups=1,
+        chunk_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    theirs = transformers.Mamba2ForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("mamba2") / MODEL
+    theirs.save_pretrained(folder)
+    return theirs, folder
+
+
+def test_a_mamba2_of_transformers_is_recorded_in_the_modes_that_any_model_has(mamba2, tmp_path):
+    theirs, folder = mamba2
+    command = [sys.executable, "-m", "layerscope", "record", str(folder), "--layers", "all", "-o", str(tmp_path / "r")]
     done = subprocess.run(
-        [sys.executable, "-m", "layerscope", "record", str(folder), "backbone.layers.0", "-o", str(tmp_path / "r")],
-        capture_output=True,
-        text=True,
-        check=False,
+        [*command, "--mode", "fp32,bf16", "--prompt", "hello"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    seen = []
+    for layer in theirs.backbone.layers:
+        layer.register_forward_hook(lambda _, __, out: seen.append(out))
+    with torch.no_grad():
+        theirs(torch.tensor([list(b"hello")]))
+    for at, expected in enumerate(seen):
+        name = f"backbone.layers.{at}"
+        np.testing.assert_allclose(ls.open_run(tmp_path / "r" / "fp32").tensor(name), expected, rtol=1e-5, atol=1e-6)
+        assert ls.open_run(tmp_path / "r" / "bf16").tensor(name).shape == expected.shape
+
+
+def test_a_mamba2_has_none_of_quambas_modes_and_says_which_it_has(mamba2):
+    ready = prepare(MODEL, pretrained_dir=str(mamba2[1].parent))
+    assert ready.ran == f"{MODEL} runs with the weights in {mamba2[1]}"
+    with pytest.raises(NoSuchMode, match=r"there is no mode '2-1' of Mamba2ForCausalLM.*fp32"):
+        variant(ready.model, "2-1")

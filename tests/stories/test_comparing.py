@@ -135,7 +135,7 @@ def test_a_healthy_half_precision_run_is_healthy_without_a_noise_run_too(family,
     fp16 = recorded(tmp_path / "fp16", name, architectures.make(name, dtype=torch.float16))
     result = ls.compare(reference, noise, fp16)
     assert [str(against.verdict) for against in result] == ["noise", "noise"], [a.verdict.because for a in result]
-    assert all("no noise run was given" in against.basis for against in result)
+    assert all("an estimate" in against.basis for against in result)
 
 
 def test_with_inputs_recorded_two_faults_are_both_found(tmp_path):

@@ -45,8 +45,8 @@ def small(name: str) -> nn.Module:
     return Logits(model).eval()
 
 
-def recorded(model, ids, to):
-    with ls.record(model, "**", to=to) as rec, torch.no_grad():
+def recorded(model, ids, to, *, floors=False):
+    with torch.no_grad(), ls.record(model, "**", to=to, floors=floors) as rec:
         rec.model(ids)
         rec.model((ids + 3) % 128)
     return to
@@ -71,7 +71,7 @@ class Made:
     def __init__(self, name, kind, folder):
         self.name, self.kind, self.folder = name, kind, folder
         self.model, self.ids = small(name), torch.arange(12).reshape(2, 6)
-        self.eager = recorded(self.model, self.ids, folder / "eager")
+        self.eager = recorded(self.model, self.ids, folder / "eager", floors=True)
         self.file = saved(self.model, self.ids, kind, folder)
 
     def with_changed(self, module, parameter):

@@ -215,7 +215,7 @@ class Pair:
         with torch.no_grad():
             self.compiled = ls.compile(self.model, self.inputs, backend=backend, observer="skip")
             self.layers = [text.removesuffix(":output") for text in self.compiled.table.points]
-            with ls.record(self.model, self.layers, to=folder / "eager"):
+            with ls.record(self.model, self.layers, to=folder / "eager", floors=True):
                 self.model(**self.inputs)
 
     def recorded(self, compiled, name):
@@ -316,6 +316,15 @@ def test_the_two_scripts_write_the_same_files_and_compare_finds_them_equal(scrip
     result = ls.compare(reference, ours)
     assert str(result.verdict) == "same"
     assert len(result.rows) == 10
+    for folder in (ours, reference):
+        said = torch.load(folder / "metadata.pt")
+        assert bytes(said["input_ids"][0].tolist()).decode() == said["prompt"]
+        assert said["prompt"].startswith("The quick brown fox")
+        stats = torch.load(folder / "statistics.pt")
+        layer = torch.load(folder / "layer_3_output.pt")
+        assert stats["layer_3"]["std"] == pytest.approx(float(layer.float().std()), rel=1e-5)
+    assert script("test_layer_by_layer_v2", "--model", "tiny-transformer", "--skip-compile")[0] == 0
+    assert torch.load(ours / "metadata.pt")["prompt"] == said["prompt"]
 
 
 def test_a_compiled_model_is_run_again_without_compiling(script, tmp_path):

@@ -144,14 +144,14 @@ def test_fused_projections_are_no_fault(dtype, rules):
         out = candidate(**architectures.inputs("llama"), use_cache=False).logits
         twin = llama(dtype)(**architectures.inputs("llama")).logits
     torch.testing.assert_close(out, twin, rtol=1e-4 if dtype == torch.float32 else 0.1, atol=1e-2)
-    finding = diagnosed(candidate, rules=rules)
+    finding = diagnosed(candidate, pairing=rules)
     assert finding.root is None, finding.verdict.because
 
 
 @pytest.mark.parametrize("target", [TARGET, "model.layers.2.mlp.up_proj", "model.layers.0.mlp.down_proj"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_fault_in_one_part_of_a_declared_fusion_is_that_parts(target, dtype):
-    finding = diagnosed(fuse(scale(llama(), target)).to(dtype), rules=FUSED)
+    finding = diagnosed(fuse(scale(llama(), target)).to(dtype), pairing=FUSED)
     assert [blame.name for blame in finding.roots] == [target], finding.verdict.because
 
 
@@ -163,8 +163,8 @@ def test_a_fusion_that_is_not_declared_is_found_out_or_judged_through_its_parent
 
 def test_a_fused_reference_against_a_split_candidate():
     rules = "split **.qkv_proj -> **.q_proj, **.k_proj, **.v_proj\nsplit **.gate_up_proj -> **.gate_proj, **.up_proj"
-    assert diagnosed(llama(), reference=fuse(llama()), rules=rules).root is None
-    finding = diagnosed(scale(llama(), TARGET), reference=fuse(llama()), rules=rules)
+    assert diagnosed(llama(), reference=fuse(llama()), pairing=rules).root is None
+    finding = diagnosed(scale(llama(), TARGET), reference=fuse(llama()), pairing=rules)
     assert finding.root == "model.layers.1.self_attn.qkv_proj", finding.verdict.because
 
 
@@ -193,8 +193,8 @@ class Named(nn.Module):
 def test_renamed_modules_are_paired_and_named_as_in_the_reference(rules):
     x = torch.randn(4, 32)
     reference, candidate = Named("fc1", "fc2", "fc3"), Named("up", "mid", "down")
-    assert ls.diagnose(reference, candidate, x, rules=rules).root is None
-    finding = ls.diagnose(reference, scale(candidate, "mid"), x, rules=rules)
+    assert ls.diagnose(reference, candidate, x, pairing=rules).root is None
+    finding = ls.diagnose(reference, scale(candidate, "mid"), x, pairing=rules)
     assert finding.root == "fc2"
     assert finding.roots[0].row.counterpart == "mid"
 

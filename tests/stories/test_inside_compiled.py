@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -13,9 +10,7 @@ import architectures
 import layerscope as ls
 from artefacts import Logits, saved
 from layerscope.cli import main
-from layerscope.runtimes import opened
-
-LAST = {"llama": "model.model.layers.1.mlp.down_proj", "mamba": "model.backbone.layers.1.mixer.out_proj"}
+from preloaded import Preloaded
 
 
 def recorded(model, ids, to):
@@ -25,20 +20,7 @@ def recorded(model, ids, to):
     return to
 
 
-LONG = pytest.mark.stress
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("llama", "torchscript"),
-        ("llama", "export"),
-        ("llama", "onnx"),
-        ("mamba", "torchscript"),
-        pytest.param("mamba", "export", marks=LONG),
-        pytest.param("mamba", "onnx", marks=LONG),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), [("llama", "export"), ("llama", "onnx")])
 def test_the_file_agrees_with_the_model_it_was_made_from(tmp_path, name, kind):
     model, ids = Logits(architectures.make(name)).eval(), architectures.inputs(name)["input_ids"]
     eager = recorded(model, ids, tmp_path / "eager")
@@ -50,18 +32,6 @@ def test_the_file_agrees_with_the_model_it_was_made_from(tmp_path, name, kind):
     assert (
         len(paired) >= len(ls.open_run(eager).points) - 5
     )  # attention weights that nobody uses, the folded rotary table
-
-
-@pytest.mark.parametrize("name", ["llama", "mamba"])
-def test_a_weight_changed_in_the_file_is_found(tmp_path, name):
-    model, ids = Logits(architectures.make(name)).eval(), architectures.inputs(name)["input_ids"]
-    eager = recorded(model, ids, tmp_path / "eager")
-    loaded = opened(saved(model, ids, "torchscript", tmp_path))
-    with torch.no_grad():
-        dict(loaded.named_parameters())[f"{LAST[name]}.weight"][0] += 1
-    result = ls.compare(eager, recorded(loaded, ids, tmp_path / "changed"))
-    assert str(result.verdict) == "differs"
-    assert str(result.first_divergence) == LAST[name]
 
 
 ELSEWHERE = """
@@ -85,7 +55,9 @@ torch.save({"inputs": inputs, "first": [model.first(x).detach() for x in inputs]
 
 
 def test_a_file_of_a_process_that_has_ended_is_opened_where_its_source_is_not(tmp_path):
-    subprocess.run([sys.executable, "-W", "ignore", "-c", ELSEWHERE, str(tmp_path)], check=True, timeout=120)
+    with Preloaded() as parent:
+        ended = parent.run(ELSEWHERE, tmp_path)
+    assert ended.code == 0, ended.err
     expected = torch.load(tmp_path / "expected.pt", weights_only=True)
     for file in ("model.pt", "model.pt2"):
         with ls.record(tmp_path / file, "first") as rec, torch.no_grad():

@@ -21,7 +21,7 @@ import torch
 import checkpoints
 from layerscope.models import load_model
 from layerscope.models.mamba import load_mamba, quamba_small, sample_batches
-from layerscope.modes import preparing
+from layerscope.modes import preparing, variant
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -206,6 +206,45 @@ def test_groups_and_several_modes_load_the_model_once(run, tmp_path, monkeypatch
     assert answer.err == f"save_layer_outputs: no --pretrained_dir: quamba-small runs with {BUILT_IN}\n"
     assert {path.name for path in (tmp_path / "layer_outputs").iterdir()} == files_of(modes)
     assert len({read(file)["inputs"] for file in (tmp_path / "layer_outputs").glob("*_stats.json")}) == 1
+
+
+def test_components_are_what_torchs_own_hooks_see_and_codes_are_floats(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "TOKENS_AT_ONCE", 8)  # two forwards
+    command = "save_layer_outputs.py quamba-small --components conv,ssm --calib_data_num 2 --calib_seqlen 8 --mode"
+    answer = run(f"{command} fp32 0")
+    assert answer.code == 0, answer.err
+    names = [f"layer_{at}_{word}_{side}" for at in (0, 23) for word in ("conv", "ssm") for side in ("input", "output")]
+    there = {path.name for path in (tmp_path / "layer_outputs").iterdir()}
+    assert there == files_of(["fp32", "0"]) | {f"mode_{mode}_{name}.npy" for mode in ("fp32", "0") for name in names}
+    model = load_model("quamba-small").model
+    ids = torch.cat(sample_batches(2, 8, split="recorded"))
+    for mode in ("fp32", "0"):
+        seen = {}
+        own = variant(model, mode, preparing.prepare("quamba-small").setting)
+        for at in (0, 23):
+            mixer = own.backbone.layers[at].mixer
+            for word, module in (("conv", mixer.conv1d), ("ssm", mixer.scan)):
+
+                def keep(module, args, output, at=at, word=word, seen=seen):
+                    for side, value in (("input", args[0]), ("output", output)):
+                        floats = value if isinstance(value, torch.Tensor) else value.codes.float() * value.scale
+                        seen[f"layer_{at}_{word}_{side}"] = floats
+
+                module.register_forward_hook(keep)
+        with torch.no_grad():
+            own(ids)
+        for name in names:
+            saved = np.load(tmp_path / "layer_outputs" / f"mode_{mode}_{name}.npy")
+            np.testing.assert_allclose(saved, seen[name].numpy(), rtol=1e-4, atol=1e-4)
+    table = run("compare_with_fp.py --all").out  # of layers, whatever of their insides is there
+    said = float(
+        next(line for line in table[table.index("SUMMARY TABLE") :].splitlines() if line[:2] == "0 ").split()[5]
+    )
+    arrays = [
+        [np.load(f"layer_outputs/mode_{mode}_layer_{at}.npy").ravel() for mode in ("fp32", "0")] for at in (0, 23)
+    ]
+    assert said == pytest.approx(np.mean([np.corrcoef(pair)[0, 1] for pair in arrays]), abs=2e-6)
+    assert run("save_layer_outputs.py quamba-small --mode fp32 --components gate").code == 2
 
 
 def test_saving_a_mode_again_replaces_it_and_leaves_the_others(run, tmp_path):
@@ -480,19 +519,25 @@ def there(request, tmp_path, monkeypatch):
 
 
 def short(command: str) -> str:
+    """The same command on fewer tokens."""
     if "save_first" in command:
         return command.replace("--seq_len 1024", "--seq_len 16") + ("" if "--seq_len" in command else " --seq_len 16")
-    return f"{command} --calib_data_num 1 --calib_seqlen 16"
+    return f"{re.sub('--calib_.*', '', command)} --calib_data_num 1 --calib_seqlen 16"
 
 
 def test_every_save_and_capture_command_runs_on_the_folder_and_says_so(there, run, tmp_path):
     kind, folder = there
     place = f"{DIR}/{MODEL}"
-    for command in [SAVING[0], SAVING[1], list(CAPTURING)[1]]:
+    for command in [*SAVING, *CAPTURING]:
         answer = run(short(command))
         assert answer.code == 0, answer.err
         assert f"{MODEL} runs with the weights in {place}" in answer.err
         assert ("which are INT8" in answer.err) == (kind == "quamba")
+        if command in CAPTURING:
+            name, modes = CAPTURING[command]
+            assert list(read(tmp_path / f"{name}_stats.json")["modes"]) == modes
+    assert {path.name for path in (tmp_path / "layer_outputs").iterdir()} == files_of(["fp32", "0", "2-1"])
+    assert run("compare_with_fp.py 2-1 --reference fp32 --output_dir layer_outputs").code == 0
     said = json.loads((tmp_path / "layer_outputs" / "mode_2-1_stats.json").read_text())
     assert (said["weights"], said["layer_23"]["shape"]) == (place, [1, 16, 128])
     assert said["ran"].startswith(f"{MODEL} runs with the weights in {place}")
@@ -509,7 +554,12 @@ def test_every_save_and_capture_command_runs_on_the_folder_and_says_so(there, ru
 
 
 @pytest.mark.stress
-def test_every_command_line_of_the_documents_runs_as_it_is_written(tmp_path):
+@pytest.mark.parametrize("kind", [None, *WRITERS])
+def test_every_command_line_of_the_documents_runs_as_it_is_written(tmp_path, kind):
+    """Without a checkpoint folder, and with the small trained model in it in each of the three formats."""
+    if kind is not None:
+        WRITERS[kind](quamba_small(), tmp_path / DIR / MODEL)
+    width = 768 if kind is None else 128
     for script in SCRIPTS.iterdir():
         (tmp_path / script.name).symlink_to(script)
     *saving, many_samples = (f"{sys.executable} {command}" for command in SAVING)
@@ -518,15 +568,18 @@ def test_every_command_line_of_the_documents_runs_as_it_is_written(tmp_path):
         f"{sys.executable} compare_with_fp.py 2-1 --reference fp32 --output_dir layer_outputs",
         f"{sys.executable} compare_with_fp.py 2-1 --save_comparison results/mode_2-1_comparison.json",
         "./compare_all_modes.sh",
-        f"{sys.executable} save_layer_outputs.py quamba-130m-w8a8 --mode fp16 --calib_seqlen 512",
+        f"{sys.executable} save_layer_outputs.py quamba-130m-w8a8 --mode fp16 --calib_seqlen 512"
+        + (f" --pretrained_dir {DIR}" if kind is not None else ""),
         f"{sys.executable} compare_with_fp.py 2-1 --reference fp16",
     ]
     words = ("", "fp_only", "quant_only", "essential", "fp32 0 2-1 2-4")
     for command in [*saving, *(f"./save_all_modes.sh {each}" for each in words), *comparing]:
         answer = shell(command, tmp_path, cache=tmp_path / "cache")
         assert answer.code == 0, f"{command}: {answer.err}"
+        if kind is not None and "save" in command.split("--save")[0]:
+            assert f"{MODEL} runs with the weights in {DIR}/{MODEL}" in answer.err
     assert {path.name for path in (tmp_path / "layer_outputs").iterdir()} == files_of([*EVERY, "fp16"])
-    assert np.load(tmp_path / "layer_outputs" / "mode_2-1_layer_23.npy").shape == (10, 512, 768)
+    assert np.load(tmp_path / "layer_outputs" / "mode_2-1_layer_23.npy").shape == (10, 512, width)
     assert len(list((tmp_path / "comparisons").iterdir())) == len(QUANTISED)
     for each in ("", "essential", "quant_only", "fp32 0 2-1 2-4", "fp32 0 2-1"):
         answer = shell(f"./capture_first_layer.sh {each}", tmp_path, cache=tmp_path / "cache")
@@ -534,6 +587,7 @@ def test_every_command_line_of_the_documents_runs_as_it_is_written(tmp_path):
     for command, (name, modes) in CAPTURING.items():
         assert shell(f"{sys.executable} {command}", tmp_path, cache=tmp_path / "cache").code == 0
         with np.load(tmp_path / f"{name}.npz") as data:
-            assert data[f"mode_{modes[-1]}_output"].shape == (1, 1024 if "1024" in command else 512, 768)
-    assert shell(many_samples, tmp_path, cache=tmp_path / "cache").code == 0
-    assert np.load(tmp_path / "layer_outputs" / "mode_fp32_layer_0.npy").shape == (100, 1024, 768)
+            assert data[f"mode_{modes[-1]}_output"].shape == (1, 1024 if "1024" in command else 512, width)
+    if kind is None:  # 3 GB in memory
+        assert shell(many_samples, tmp_path, cache=tmp_path / "cache").code == 0
+        assert np.load(tmp_path / "layer_outputs" / "mode_fp32_layer_0.npy").shape == (100, 1024, 768)

@@ -38,7 +38,7 @@ def layers_of(model: nn.Module) -> list[torch.Tensor]:
     layers = model.backbone.layers
     handles = [layer.register_forward_hook(lambda _, args, out: outputs.append(out)) for layer in layers]
     with torch.no_grad():
-        model(torch.cat(sample_batches(2, 128, split="recorded")))
+        model(torch.cat(sample_batches(2, 256, split="recorded")))  # of fewer tokens the processor's rounding decides
     for handle in handles:
         handle.remove()
     return outputs

@@ -422,7 +422,7 @@ def test_a_pattern_that_matches_nothing_raises_at_once_and_leaves_no_hook():
     [
         ({"keep": "everything"}, "use 'tensor', 'summary', 'both' or a function"),
         ({"on_error": "ignore"}, "use 'record' or 'raise'"),
-        ({"statistics": "some"}, "use 'full' or 'moments'"),
+        ({"statistics": "some"}, "use 'full', 'moments', 'channels'"),
         ({"append": True}, "append=True needs `to=`"),
         ({"when": "now and then"}, "."),
     ],
@@ -536,7 +536,7 @@ def test_hostile_names_come_back_unchanged(tmp_path):
             assert rec[str(point)].tolist() == [1, 1]
             assert Point.parse(str(point)) == point
     written = {path.name for path in (tmp_path / "run").rglob("*")}
-    assert written == {"run.json", "rank-00000", "journal", "segment-00000.safetensors"}
+    assert written == {"run.json", "rank-00000", "lock", "segment-00000.safetensors"}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
