@@ -55,11 +55,14 @@ _SIGNS: dict[Tone, str] = {"plain": "", "quiet": "", "good": "\u2713", "warn": "
 _numbers = itertools.count(1)
 
 
-def render(document: Document, *, live: str = "") -> str:
-    """Write the document as a page; a `live` one is served, and follows what its server tells at that path."""
+def render(document: Document, *, live: str = "", seen: str = "") -> str:
+    """Write the document as a page; a `live` one is served, and follows what its server tells at that path.
+
+    `seen` is what the server would tell now: only something else makes the page fetch itself again.
+    """
     page = _Page()
     body = "".join(page.blocks(document.parts))
-    events = f' data-events="{quoted(live)}"' if live else ""
+    events = f' data-events="{quoted(live)}" data-seen="{quoted(seen)}"' if live else ""
     style, script = _asset("page.css"), _asset("page.js")
     if live:
         script += _asset("live.js")
