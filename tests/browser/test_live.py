@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn")
 from layerscope.monitor import watch
 from layerscope.recorder import record
 from layerscope.rules import exploding
-from layerscope.server.serving import Served
+from layerscope.server.live_server import LiveServer
 from layerscope.store import recover
 
 SRC = Path(__file__).parents[2] / "src"
@@ -41,7 +41,7 @@ def served(tmp_path):
     """A server of an empty folder, and the folder."""
     folder = tmp_path / "runs"
     folder.mkdir()
-    server = Served(folder)
+    server = LiveServer(folder)
     thread = threading.Thread(target=server.serve_here)
     thread.start()
     yield server, folder
@@ -156,6 +156,7 @@ def test_what_happened_between_the_page_and_its_stream_is_not_missed(look, serve
     page.route("**/?token=*", late)
     page.goto(server.address)
     page.get_by_role("link", name="two").wait_for()
+    assert page.get_by_text("2 runs below runs").is_visible()
 
 
 def test_a_hostile_name_of_a_run_is_text(look, served):

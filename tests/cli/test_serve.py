@@ -33,9 +33,9 @@ def test_it_prints_an_address_that_answers_and_ctrl_c_ends_it(tmp_path):
 
 
 def test_without_the_extra_it_says_how_to_get_it(cli, monkeypatch):
-    monkeypatch.setitem(sys.modules, "layerscope.server.serving", None)
+    monkeypatch.setitem(sys.modules, "layerscope.server.live_server", None)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "layerscope.server.serving")
+    monkeypatch.delitem(sys.modules, "layerscope.server.live_server")
     answer = cli("serve")
     assert answer.code == 2
     assert answer.err == "layerscope: serve takes starlette and uvicorn: pip install 'layerscope[web]'\n"

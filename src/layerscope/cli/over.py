@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from layerscope.cli.page import Tell
 from layerscope.errors import Ambiguous, LayerscopeError, NoSuchPoint
-from layerscope.pages.choosing import Given, spans
 from layerscope.pages.completeness import completeness_parts, damage_of
+from layerscope.pages.selection import Given, spans
 from layerscope.pages.statistics import LOG_FROM, summary_of
 from layerscope.points import Moment, Point
 from layerscope.report.parts import Column, Document, Part, Profile, Sentence, Table, Value
@@ -35,7 +35,7 @@ _DATA = (
 )
 
 
-class Place(NamedTuple):
+class AxisPlace(NamedTuple):
     """One place on the axis, with the statistics of everything there added up."""
 
     number: int
@@ -66,7 +66,7 @@ def _point(run: Run, text: str) -> Point:
     return found[0]
 
 
-def _places(run: Run, point: Point, axis: Axis, given: Given, tell: Tell) -> tuple[list[Place], list[Damage]]:
+def _places(run: Run, point: Point, axis: Axis, given: Given, tell: Tell) -> tuple[list[AxisPlace], list[Damage]]:
     from layerscope.store import Damage
 
     found: dict[int, tuple[Moment, Summary]] = {}
@@ -88,10 +88,10 @@ def _places(run: Run, point: Point, axis: Axis, given: Given, tell: Tell) -> tup
         asked = " ".join(f"--{k} {v}" for k, v in given.items() if v is not None)
         moments = spans(m.step for m in run.moments)
         raise NoSuchPoint(f"{point} has no record at {asked or 'any moment'}; the run has step {moments}.")
-    return [Place(at, *found[at]) for at in sorted(found)], unread
+    return [AxisPlace(at, *found[at]) for at in sorted(found)], unread
 
 
-def _said(run: Run, point: Point, places: Sequence[Place], axis: Axis, over: str) -> Iterator[Part]:
+def _said(run: Run, point: Point, places: Sequence[AxisPlace], axis: Axis, over: str) -> Iterator[Part]:
     numbers = [place.number for place in places]
     yield Sentence(f"{point} over {many(len(places), axis).replace('batchs', 'batches')}: {spans(numbers)}", "quiet")
     if len(places) == 1:
@@ -109,7 +109,7 @@ def _said(run: Run, point: Point, places: Sequence[Place], axis: Axis, over: str
     yield from _standing_out([p for p in places if math.isfinite(p.summary.absmax)], axis)
 
 
-def _standing_out(places: Sequence[Place], axis: Axis) -> Iterator[Part]:
+def _standing_out(places: Sequence[AxisPlace], axis: Axis) -> Iterator[Part]:
     """Name the place where values leave their usual size, and the one where they are largest."""
     usual = median([p.summary.absmax for p in places]) if places else 0.0
     far = [p for p in places if p.summary.absmax > OUTSTANDING * usual > 0]
@@ -120,7 +120,7 @@ def _standing_out(places: Sequence[Place], axis: Axis) -> Iterator[Part]:
         yield Sentence(text, "warn")
 
 
-def _lines(places: Sequence[Place], axis: Axis) -> Iterator[Profile]:
+def _lines(places: Sequence[AxisPlace], axis: Axis) -> Iterator[Profile]:
     lines = {word: [float(getattr(place.summary, word)) for place in places] for word in _LINES}
     zeros = [p.summary.zeros / p.summary.count if p.summary.count else math.nan for p in places]
     lines |= {"zeros": zeros} if any(zeros) else {}
@@ -162,12 +162,12 @@ def _outstanding(values: Sequence[float]) -> list[int]:
     return [0, *(max(range(a, b), key=how_far) for a, b in pairwise(edges)), last]
 
 
-def _table(places: Sequence[Place], axis: Axis) -> Table:
+def _table(places: Sequence[AxisPlace], axis: Axis) -> Table:
     columns = [Column(key, key, audience="data") for key in ("epoch", "step", "batch", *_DATA)]
     return Table.of("over", columns, (_cells(place, axis) for place in places), audience="data")
 
 
-def _cells(place: Place, axis: Axis) -> Iterator[Value]:
+def _cells(place: AxisPlace, axis: Axis) -> Iterator[Value]:
     moment, row = place.moment, place.summary.row()
     yield moment.epoch
     yield moment.step if axis == "step" else None

@@ -13,8 +13,8 @@ import click
 from layerscope.cli import options
 from layerscope.cli.page import Tell, counting, put, working
 from layerscope.errors import Damaged, NewerFormat, NoSuchPoint, NotARun
-from layerscope.pages.choosing import by_depth
 from layerscope.pages.completeness import completeness_parts, damage_of, run_facts
+from layerscope.pages.selection import by_depth
 from layerscope.pages.statistics import shape_text
 from layerscope.patterns import Place, select, split
 from layerscope.points import escape

@@ -25,7 +25,7 @@ def command(folder: str, port: int) -> None:
     the port: ssh -L 8800:127.0.0.1:8800 HOST.
     """
     try:
-        from layerscope.server.serving import serve
+        from layerscope.server.live_server import serve
     except ImportError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise

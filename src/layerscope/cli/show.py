@@ -13,9 +13,9 @@ from layerscope.cli.over import AXES
 from layerscope.cli.over import document as lines
 from layerscope.cli.page import Tell, counting, leave, put
 from layerscope.pages.adjacent import Change, chains, changes
-from layerscope.pages.choosing import Given, at, spans
 from layerscope.pages.completeness import completeness_parts, damage_of, run_facts
-from layerscope.pages.statistics import Row, broken_parts, name_cell, point_tables, rows_at
+from layerscope.pages.selection import Given, at, spans
+from layerscope.pages.statistics import PointRow, broken_parts, name_cell, point_tables, rows_at
 from layerscope.points import Moment, Point
 from layerscope.report.parts import Cell, Column, Document, Heading, Part, Sentence, Table, Tone, Value
 from layerscope.report.writing import NOTHING, number
@@ -143,7 +143,7 @@ def _all_damaged(run: Run, unread: Sequence[Damage]) -> list[Damage]:
     return damaged + [d for d in unread if (d.point, d.moment) not in known]
 
 
-def _which(run: Run, points: Sequence[Point], moment: Moment, given: Given, rows: Sequence[Row]) -> Iterator[str]:
+def _which(run: Run, points: Sequence[Point], moment: Moment, given: Given, rows: Sequence[PointRow]) -> Iterator[str]:
     """Say which moment this is, and what it leaves out."""
     steps = {m.step for m in run.moments}
     text = str(moment).replace("=", " ").replace(" batch", ", batch").replace(" step", ", step")
@@ -165,7 +165,7 @@ def _which(run: Run, points: Sequence[Point], moment: Moment, given: Given, rows
         yield f"ranks {spans(ranks)} added up (--rank N shows one)"
 
 
-def adjacent_parts(run: Run, rows: Sequence[Row], *, layers_only: bool, tell: Tell) -> Iterator[Part]:
+def adjacent_parts(run: Run, rows: Sequence[PointRow], *, layers_only: bool, tell: Tell) -> Iterator[Part]:
     """Build the tables of changes from each layer to the next, one for each chain of layers."""
     entries = [row.entries[0] for row in rows if row.point.side == "output" or not layers_only]
     found = chains(entries, layers_only=layers_only)

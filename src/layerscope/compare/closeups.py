@@ -34,7 +34,7 @@ WORST = 5
 OCTAVES = 16
 
 
-class _Seen(NamedTuple):
+class _BothSides(NamedTuple):
     """What one pass over both tensors told."""
 
     sketches: tuple[Sketch, Sketch]
@@ -77,7 +77,7 @@ class CloseUps:
         self._curves -= curves
         return [*self._parts(row, seen, curves=curves)]
 
-    def _parts(self, row: Row, seen: _Seen, *, curves: bool) -> Iterator[Part]:
+    def _parts(self, row: Row, seen: _BothSides, *, curves: bool) -> Iterator[Part]:
         names = (self._comparison.reference, row.candidate)
         yield from _histograms(names, seen.sketches)
         if seen.worst:
@@ -142,7 +142,7 @@ def _opened(address: str) -> Run | None:
         return None
 
 
-def _looked(reference: Entry, candidate: Entry) -> _Seen:
+def _looked(reference: Entry, candidate: Entry) -> _BothSides:
     """Go through both tensors once, in float64."""
     one, other = stream(Values(reference)), stream(Values(candidate))
     shape = one.shape
@@ -170,7 +170,7 @@ def _looked(reference: Entry, candidate: Entry) -> _Seen:
     if square.size and len(shape) > 1 and width > 1:
         tokens = _relative(square.reshape(-1, width).sum(1), total.reshape(-1, width).sum(1))
         channels = _relative(square.reshape(-1, width).sum(0), total.reshape(-1, width).sum(0))
-    return _Seen((sketches[0], sketches[1]), places, tokens, channels)
+    return _BothSides((sketches[0], sketches[1]), places, tokens, channels)
 
 
 def _real(values: Array) -> Array:

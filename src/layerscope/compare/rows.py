@@ -180,7 +180,7 @@ class Comparison:
     def plot(self) -> Any:
         """Draw the error over depth as a matplotlib figure; raises MissingExtra without matplotlib."""
         from layerscope.compare.page import curves
-        from layerscope.report.plotting import figure
+        from layerscope.report.plots import figure
 
         return figure(*curves(self))
 

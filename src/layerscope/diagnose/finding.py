@@ -140,7 +140,7 @@ class Finding:
     def plot(self) -> Any:
         """Draw every module's error and floor as a matplotlib figure; raises MissingExtra without matplotlib."""
         from layerscope.diagnose.page.html import curves
-        from layerscope.report.plotting import figure
+        from layerscope.report.plots import figure
 
         return figure(*curves(self))
 

@@ -6,4 +6,4 @@
 Nothing is imported here: a command's `--help` needs some of these files and not numpy.
 """
 
-__all__ = ["adjacent", "alarms", "choosing", "completeness", "run", "statistics", "training"]
+__all__ = ["adjacent", "alarms", "completeness", "run", "selection", "statistics", "training"]

@@ -14,9 +14,9 @@ from itertools import pairwise
 from layerscope.compare.channels import Outliers, outliers
 from layerscope.compare.provenance import provenance
 from layerscope.errors import LayerscopeError
-from layerscope.pages.choosing import Given, Tell, at, by_depth
 from layerscope.pages.completeness import completeness_parts, damage_of, run_facts
-from layerscope.pages.statistics import Row, broken_parts, rows_at, shape_text
+from layerscope.pages.selection import Given, Tell, at, by_depth
+from layerscope.pages.statistics import PointRow, broken_parts, rows_at, shape_text
 from layerscope.pages.training import training
 from layerscope.points import SIDE_TITLES, Point, leaf_text
 from layerscope.report.parts import (
@@ -156,14 +156,14 @@ def _affordable(entries: Sequence[Entry]) -> tuple[list[Entry], list[Part]]:
 # Over depth -------------------------------------------------------------------------------------
 
 
-def _pictures(rows: Sequence[Row]) -> Iterator[Part]:
+def _pictures(rows: Sequence[PointRow]) -> Iterator[Part]:
     for side, title in SIDE_TITLES.items():
         drawn = [(name, one) for name in STATISTICS if (one := _curves(rows, side, name)) is not None]
         if drawn:
             yield Choice(f"{title}, over depth", tuple((name, (one,)) for name, one in drawn))
 
 
-def _curves(rows: Sequence[Row], side: str, statistic: str) -> Curves | None:
+def _curves(rows: Sequence[PointRow], side: str, statistic: str) -> Curves | None:
     of, log = STATISTICS[statistic]
     there = [row for row in rows if row.point.side == side]
     if len(there) < 2:
@@ -176,12 +176,12 @@ def _curves(rows: Sequence[Row], side: str, statistic: str) -> Curves | None:
     return Curves("depth", f"{statistic}, {SIDE_TITLES[there[0].point.side]}", labels, (line,), log, audience="page")
 
 
-def _named(row: Row) -> str:
+def _named(row: PointRow) -> str:
     place = row.point.place + leaf_text(row.point.leaf)
     return f"{place}, call {row.call}" if row.call else place
 
 
-def _changes(rows: Sequence[Row]) -> Iterator[Part]:
+def _changes(rows: Sequence[PointRow]) -> Iterator[Part]:
     """Draw how much larger each layer's values are than those of the layer before, of one shape."""
     layers = [row for row in rows if row.point.side == "output" and row.point.name.rpartition(".")[2].isdecimal()]
     pairs = [(a, b) for a, b in pairwise(layers) if a.summary.shape == b.summary.shape and a.summary.rms > 0]
@@ -196,7 +196,7 @@ def _changes(rows: Sequence[Row]) -> Iterator[Part]:
 # Channels ---------------------------------------------------------------------------------------
 
 
-def _channels(run: Run, rows: Sequence[Row]) -> Iterator[Part]:
+def _channels(run: Run, rows: Sequence[PointRow]) -> Iterator[Part]:
     """Show which channels carry the largest values: what a quantiser looks for."""
     yield Heading("channels that stand out")
     if not any(row.summary.channels is not None for row in rows):
@@ -219,7 +219,7 @@ def _channels(run: Run, rows: Sequence[Row]) -> Iterator[Part]:
 # Every point ------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[Row]) -> Iterator[Part]:
+def _table(rows: Sequence[PointRow]) -> Iterator[Part]:
     """Show every point in one table; the first of them open to their histograms."""
     columns = [
         Column("point", "point", "name"),
@@ -241,7 +241,7 @@ def _table(rows: Sequence[Row]) -> Iterator[Part]:
     yield Fold(f"{many(len(folds), 'point')} in detail", folds)
 
 
-def _cells(row: Row, columns: Sequence[Column]) -> Iterator[Cell | Value]:
+def _cells(row: PointRow, columns: Sequence[Column]) -> Iterator[Cell | Value]:
     s = row.summary
     flat = s.row()
     sick = s.finite < s.count
@@ -268,7 +268,7 @@ def _cells(row: Row, columns: Sequence[Column]) -> Iterator[Cell | Value]:
                 yield value if isinstance(value, int | float) else None
 
 
-def _fold(row: Row, key: str) -> Fold:
+def _fold(row: PointRow, key: str) -> Fold:
     s = row.summary
     flat = s.row()
     facts = [Fact(name, _plain(flat.get(name)), "number") for name in _FACTS if flat.get(name) is not None]

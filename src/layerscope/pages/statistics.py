@@ -9,7 +9,7 @@ from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from layerscope.errors import LayerscopeError
-from layerscope.pages.choosing import Tell, by_depth, spans
+from layerscope.pages.selection import Tell, by_depth, spans
 from layerscope.points import SIDE_TITLES, Point, leaf_text
 from layerscope.report.parts import Cell, Column, Heading, Part, Sentence, Table, Tone, Value
 from layerscope.report.writing import many
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from layerscope.stats import Summary
     from layerscope.store import Damage, Entry, Run
 
-__all__ = ["Row", "Rows", "broken_parts", "name_cell", "point_tables", "rows_at", "shape_text", "summary_of"]
+__all__ = ["PointRow", "PointRows", "broken_parts", "name_cell", "point_tables", "rows_at", "shape_text", "summary_of"]
 
 TIMES = "\u00d7"
 # Beyond this ratio between the largest and the smallest, a linear bar shows the largest alone.
 LOG_FROM = 200
 
 
-class Row(NamedTuple):
+class PointRow(NamedTuple):
     """One line of the table: a point, one of its calls, and the statistics of all ranks together."""
 
     point: Point
@@ -34,14 +34,14 @@ class Row(NamedTuple):
     summary: Summary
 
 
-class Rows(NamedTuple):
+class PointRows(NamedTuple):
     """The lines of the tables in the order of depth, and the records that cannot be read."""
 
-    rows: list[Row]
+    rows: list[PointRow]
     damaged: list[Damage]
 
 
-def rows_at(run: Run, points: Iterable[Point], entries: Iterable[Entry], tell: Tell) -> Rows:
+def rows_at(run: Run, points: Iterable[Point], entries: Iterable[Entry], tell: Tell) -> PointRows:
     """Gather the records of one step by point and call, the ranks' summaries added up."""
     from layerscope.store import Damage
 
@@ -50,7 +50,7 @@ def rows_at(run: Run, points: Iterable[Point], entries: Iterable[Entry], tell: T
         found.setdefault((entry.point, entry.moment.call), []).append(entry)
     depth = {point: i for i, point in enumerate(by_depth(points))}
     ordered = sorted(found.items(), key=lambda item: (depth[item[0][0]], item[0][1]))
-    answer = Rows([], [])
+    answer = PointRows([], [])
     for i, ((point, call), several) in enumerate(ordered):
         tell(point.place, i, len(ordered))
         readable: list[tuple[Entry, Summary]] = []
@@ -61,7 +61,7 @@ def rows_at(run: Run, points: Iterable[Point], entries: Iterable[Entry], tell: T
                 answer.damaged.append(Damage(run.address, str(error), str(entry.point), str(entry.moment)))
         if readable:
             summary = reduce(add, (s for _, s in readable))
-            answer.rows.append(Row(point, call, tuple(e for e, _ in readable), summary))
+            answer.rows.append(PointRow(point, call, tuple(e for e, _ in readable), summary))
     return answer
 
 
@@ -73,7 +73,7 @@ def summary_of(run: Run, entry: Entry) -> Summary:
     )
 
 
-def broken_parts(rows: Sequence[Row]) -> Iterator[Part]:
+def broken_parts(rows: Sequence[PointRow]) -> Iterator[Part]:
     """Say where values are not finite: the first by depth is where to look, the others may only pass it on."""
     broken = [row for row in rows if row.summary.finite < row.summary.count]
     if broken:
@@ -82,7 +82,7 @@ def broken_parts(rows: Sequence[Row]) -> Iterator[Part]:
         yield Sentence(f"not finite: first in {first.point}, {_not_finite(first.summary)}{others}", "bad")
 
 
-def point_tables(rows: Sequence[Row]) -> Iterator[Part]:
+def point_tables(rows: Sequence[PointRow]) -> Iterator[Part]:
     """Yield one table for each side: inputs, outputs and gradients live on different scales."""
     sides = [side for side in SIDE_TITLES if any(row.point.side == side for row in rows)]
     for side in sides:
@@ -91,7 +91,7 @@ def point_tables(rows: Sequence[Row]) -> Iterator[Part]:
         yield _table([row for row in rows if row.point.side == side])
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[PointRow]) -> Table:
     rms = [row.summary.rms for row in rows]
     positive = [v for v in rms if 0 < v < math.inf]
     log = bool(positive) and max(positive) > LOG_FROM * min(positive)
@@ -128,7 +128,7 @@ _DATA = (
 )
 
 
-def _cells(row: Row) -> Iterator[Cell | Value]:
+def _cells(row: PointRow) -> Iterator[Cell | Value]:
     point, s, moment = row.point, row.summary, row.entries[0].moment
     flat = s.row()
     tone: Tone = "bad" if s.finite < s.count else "plain"

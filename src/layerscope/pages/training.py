@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from layerscope.errors import LayerscopeError
 from layerscope.pages.alarms import kept
-from layerscope.pages.choosing import Tell, by_depth
+from layerscope.pages.selection import Tell, by_depth
 from layerscope.points import SIDE_TITLES, Moment, Point
 from layerscope.report.parts import (
     Choice,

@@ -50,6 +50,7 @@ __all__ = ["SUFFIX", "fragment", "policy", "render", "save"]
 SUFFIX = ".html"
 STATIC = 300  # rows of a table that stand in the page; a longer one has its rows in the data, and a window on them
 LONG = 42  # characters of a text that does not share its line
+BARE = ' aria-label="drawn"'  # a column of bars beside their numbers needs no title
 _RIGHT: tuple[Kind, ...] = ("count", "number", "percent", "bytes")
 _SIGNS: dict[Tone, str] = {"plain": "", "quiet": "", "good": "\u2713", "warn": "\u26a0", "bad": "\u2717"}
 _numbers = itertools.count(1)
@@ -60,7 +61,7 @@ def render(document: Document, *, live: str = "", seen: str = "") -> str:
 
     `seen` is what the server would tell now: only something else makes the page fetch itself again.
     """
-    page = _Page()
+    page = _HtmlPage()
     body = "".join(page.blocks(document.parts))
     events = f' data-events="{quoted(live)}" data-seen="{quoted(seen)}"' if live else ""
     style, script = _asset("page.css"), _asset("page.js")
@@ -80,7 +81,7 @@ def render(document: Document, *, live: str = "", seen: str = "") -> str:
 
 def fragment(document: Document) -> str:
     """Write the document for a notebook's cell, which has a page and a policy of its own."""
-    page = _Page(static=True, prefix=f"choice{next(_numbers)}")
+    page = _HtmlPage(static=True, prefix=f"choice{next(_numbers)}")
     body = "".join(page.blocks(document.parts))
     title = f"<h3>{quoted(document.title)}</h3>" if document.title else ""
     return f'<div class="layerscope"><style>{_asset("page.css")}</style>{title}{body}</div>'
@@ -117,7 +118,7 @@ def _asset(name: str) -> str:
     return Path(__file__).with_name("assets").joinpath(name).read_text(encoding="utf-8")
 
 
-class _Page:
+class _HtmlPage:
     """The parts as HTML, one after the other; what the script needs gathers in `figures` and `tables`.
 
     A `static` page has no script: its tables are whole, or say how many rows they leave out.
@@ -216,7 +217,8 @@ class _Page:
         static = len(rows) <= STATIC
         listed = range(len(rows) if static else STATIC)
         heads = "".join(
-            f'<th scope="col"{_class(*(["right"] if column.kind in _RIGHT else []))}>{quoted(column.title)}</th>'
+            f'<th scope="col"{_class("right" if column.kind in _RIGHT else "")}{"" if column.title else BARE}>'
+            f"{quoted(column.title)}</th>"
             for _, column in shown
         )
         tree = any(depths)
@@ -289,7 +291,7 @@ def _cell(shown: _Shown, opens: str) -> str:
         value = f' data-v="{quoted(shown.value)}"'
     if shown.length is not None:
         rect = f'<rect width="{shown.length * 100:.1f}" height="10"/>'
-        bar = f'<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none">{rect}</svg>'
+        bar = f'<svg class="bar" aria-hidden="true" viewBox="0 0 100 10" preserveAspectRatio="none">{rect}</svg>'
         return f"<td{_class(*kinds)}{value}>{bar if shown.length > 0 else ''}</td>"
     indent = "\u2003\u2003" * (shown.cell.depth or 0)
     sign = _SIGNS[shown.tone] if shown.kind != "name" and shown.tone in ("warn", "bad", "good") and shown.text else ""

@@ -65,16 +65,16 @@ def render(document: Document, *, width: int | None = None, color: bool = False,
         legacy_windows=False,
         _environ={},
     )
-    return _Page(console, ascii_only).written(document)
+    return _TerminalPage(console, ascii_only).written(document)
 
 
 def draw(document: Document, console: Console) -> None:
     """Print the document on the console, in the characters its encoding has."""
-    console.file.write(_Page(console, console.options.ascii_only).written(document))
+    console.file.write(_TerminalPage(console, console.options.ascii_only).written(document))
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
+class _TerminalPage:
     console: Console
     ascii_only: bool
 

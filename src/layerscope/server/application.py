@@ -1,6 +1,6 @@
 """The routes of the live page.
 
-    application(listing, token="...", port=8800)        # an ASGI application
+    application(runs, token="...", port=8800)        # an ASGI application
 
 Answers are made on threads, so that one that takes long keeps nobody from the others.
 """
@@ -22,10 +22,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from layerscope.server.comparing import Comparisons
-from layerscope.server.guarding import Guard
-from layerscope.server.listing import Listing, state_of
+from layerscope.server.comparisons import Comparisons
+from layerscope.server.guard import Guard
 from layerscope.server.pages import Pages
+from layerscope.server.runs import Runs, state_of
 
 __all__ = ["application"]
 
@@ -35,10 +35,10 @@ LARGEST = 1 << 16  # bytes of what may be posted
 _ID = re.compile(r"[0-9a-f]{24}")
 
 
-def application(listing: Listing, *, token: str, port: int, stopping: Callable[[], bool] = lambda: False) -> Guard:
+def application(runs: Runs, *, token: str, port: int, stopping: Callable[[], bool] = lambda: False) -> Guard:
     """Return the application behind its guard; `stopping` tells streams to end."""
-    comparisons = Comparisons(listing.folder)
-    pages = Pages(listing, comparisons)
+    comparisons = Comparisons(runs.folder)
+    pages = Pages(runs, comparisons)
     recent = _Recent()
 
     async def start(request: Request) -> Response:
@@ -52,7 +52,7 @@ def application(listing: Listing, *, token: str, port: int, stopping: Callable[[
 
     async def compare(request: Request) -> Response:
         asked = await _asked(request)
-        paths = [await run_in_threadpool(listing.path, id) for id in asked]
+        paths = [await run_in_threadpool(runs.path, id) for id in asked]
         known = [path for path in paths if path is not None]
         if not 2 <= len(known) == len(paths) <= 20 or len(set(known)) < len(known):
             return JSONResponse({"error": "choose two runs or more of those on the page, at most 20."}, 400)
@@ -63,7 +63,7 @@ def application(listing: Listing, *, token: str, port: int, stopping: Callable[[
 
     async def run_events(request: Request) -> Response:
         id = _id(request)
-        path = await run_in_threadpool(listing.path, id)
+        path = await run_in_threadpool(runs.path, id)
         return _gone() if path is None else _stream(request, lambda: recent(id, lambda: state_of(path)))
 
     async def comparison_events(request: Request) -> Response:

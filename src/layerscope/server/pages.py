@@ -1,6 +1,6 @@
 """The page of a run, made once for all who look at it, and again when the run has changed.
 
-pages = Pages(listing)
+pages = Pages(runs)
 pages.run(id)                # HTML, or None where there is no such run
 """
 
@@ -17,8 +17,8 @@ from layerscope.pages.run import page
 from layerscope.report import Cell, Column, Document, Sentence, Table, html
 from layerscope.report.parts import Part
 from layerscope.report.writing import many
-from layerscope.server.comparing import Comparisons
-from layerscope.server.listing import Found, Listing, being_written, state_of
+from layerscope.server.comparisons import Comparisons
+from layerscope.server.runs import Found, Runs, being_written, state_of
 from layerscope.store import open_run
 
 __all__ = ["Pages"]
@@ -30,8 +30,8 @@ KEPT = 12  # pages that are remembered, of a few megabytes each at most
 class Pages:
     """Pages by the id of their run; however many ask at once, each is made by one of them."""
 
-    def __init__(self, listing: Listing, comparisons: Comparisons) -> None:
-        self._listing = listing
+    def __init__(self, runs: Runs, comparisons: Comparisons) -> None:
+        self._runs = runs
         self._comparisons = comparisons
         self._made: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._making: dict[str, threading.Lock] = {}
@@ -40,7 +40,7 @@ class Pages:
     def start(self) -> str:
         """Return the list of runs and comparisons."""
         seen = self.stamp()
-        runs = self._listing.found()
+        runs = self._runs.found()
         columns = [
             Column("run", "run", "name"),
             Column("state", "state"),
@@ -51,7 +51,7 @@ class Pages:
             Column("started", "recorded"),
             Column("changed", "changed"),
         ]
-        parts: list[Part] = [Sentence(f"{many(len(runs), 'run')} below {self._listing.folder.name}", "quiet")]
+        parts: list[Part] = [Sentence(f"{many(len(runs), 'run')} below {self._runs.folder.name}", "quiet")]
         parts.append(Table.of("runs", columns, map(_cells, runs)))
         parts += self._comparisons.parts()
         text = html.render(Document("layerscope", tuple(parts)), live="/events", seen=seen)
@@ -59,11 +59,11 @@ class Pages:
 
     def stamp(self) -> str:
         """Return a text that changes when a run comes, goes or grows, or a comparison goes on."""
-        return self._listing.stamp() + self._comparisons.state()
+        return self._runs.stamp() + self._comparisons.state()
 
     def run(self, id: str) -> str | None:
         """Return the page of a run as it is now."""
-        path = self._listing.path(id)
+        path = self._runs.path(id)
         if path is None or not path.is_dir():
             return None
         with self._lock:
@@ -82,7 +82,7 @@ class Pages:
         return known[1]
 
     def _written(self, id: str, path: Path, state: str) -> str:
-        name = self._listing.name(path)
+        name = self._runs.name(path)
         try:
             reader = open_run(path)
             document = page(reader, name)

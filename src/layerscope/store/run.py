@@ -290,7 +290,7 @@ class Run:
 
         Raises MissingExtra without matplotlib.
         """
-        from layerscope.report.plotting import figure
+        from layerscope.report.plots import figure
 
         return figure(*_pages().pictures(self, statistic, patterns=patterns, given=when))
 

@@ -51,6 +51,7 @@ const layerscope = (() => {
         const bar = document.createElementNS("http://www.w3.org/2000/svg", "svg");
         const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
         bar.classList.add("bar");
+        bar.setAttribute("aria-hidden", "true");
         bar.setAttribute("viewBox", "0 0 100 10");
         bar.setAttribute("preserveAspectRatio", "none");
         rect.setAttribute("width", length * 100);
@@ -132,6 +133,7 @@ const layerscope = (() => {
 
     if (!tree && rows.length > 2) {
       heads.forEach((head, at) => {
+        if (!head.textContent) return; // bars: the number beside them sorts
         const button = make("button", head.textContent);
         button.type = "button";
         head.replaceChildren(button);

@@ -19,8 +19,8 @@ from torch import nn
 
 from layerscope.errors import NotARun, Unsupported
 from layerscope.recorder import record
-from layerscope.server.listing import Listing, being_written, state_of
-from layerscope.server.serving import Served
+from layerscope.server.live_server import LiveServer
+from layerscope.server.runs import Runs, being_written, state_of
 
 SECRET = "what lies beside the folder"
 TRAVERSALS = [
@@ -43,7 +43,7 @@ def served(tmp_path_factory):
     model = nn.Linear(4, 4)
     with record(model, ".", to=folder / "train", keep="both"):
         model(torch.ones(2, 4))
-    server = Served(folder)
+    server = LiveServer(folder)
     server.folder = folder
     thread = threading.Thread(target=server.serve_here)
     thread.start()
@@ -172,12 +172,12 @@ def test_no_path_of_a_client_reaches_the_files(served, where):
 
 
 def test_what_a_link_points_at_outside_is_not_listed(served):
-    assert [run.name for run in Listing(served.folder).found()] == ["train"]
+    assert [run.name for run in Runs(served.folder).found()] == ["train"]
 
 
 def test_ids_say_nothing_and_are_of_one_server(served):
     folder = served.folder
-    ids = {Listing(folder).found()[0].id for _ in range(3)}
+    ids = {Runs(folder).found()[0].id for _ in range(3)}
     assert len(ids) == 3
     assert all(len(id) == 24 for id in ids)
 
@@ -298,9 +298,9 @@ def test_a_damaged_run_has_a_page_that_says_so(served):
 
 def test_no_folder_and_a_port_that_is_taken_are_sentences(served, tmp_path):
     with pytest.raises(NotARun, match="is no folder"):
-        Served(tmp_path / "nowhere")
+        LiveServer(tmp_path / "nowhere")
     with pytest.raises(Unsupported, match="--port names another"):
-        Served(tmp_path, port=served.port)
+        LiveServer(tmp_path, port=served.port)
 
 
 def test_a_writer_is_seen_while_it_lives(tmp_path):

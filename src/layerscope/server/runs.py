@@ -1,8 +1,8 @@
 """Which runs there are below a folder, under ids that tell nothing of paths.
 
-listing = Listing("runs")
-listing.found()                 # newest first
-listing.address(id)             # None for an id that is not ours
+runs = Runs("runs")
+runs.found()                 # newest first
+runs.path(id)                # None for an id that is not ours
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from layerscope.store import Manifest
 from layerscope.store.manifest import NAME
 from layerscope.store.rank_lock import LOCK
 
-__all__ = ["Found", "Listing", "being_written", "state_of"]
+__all__ = ["Found", "Runs", "being_written", "state_of"]
 
 DEEP = 6  # folders below the one that is served
 MOST = 20_000  # folders that are looked into
@@ -43,7 +43,7 @@ class Found:
 
 
 @final
-class Listing:
+class Runs:
     """The runs below a folder; looked for anew each time, read again when their manifests change."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

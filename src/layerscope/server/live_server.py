@@ -15,24 +15,24 @@ import uvicorn
 
 from layerscope.errors import NotARun, Unsupported
 from layerscope.server.application import application
-from layerscope.server.listing import Listing
+from layerscope.server.runs import Runs
 
-__all__ = ["Served", "serve"]
+__all__ = ["LiveServer", "serve"]
 
 HOST = "127.0.0.1"
 
 
-class Served(uvicorn.Server):
+class LiveServer(uvicorn.Server):
     """A server that knows its own address."""
 
     def __init__(self, folder: str | os.PathLike[str], *, port: int = 0, token: str | None = None) -> None:
-        listing = Listing(folder)
-        if not listing.folder.is_dir():
+        runs = Runs(folder)
+        if not runs.folder.is_dir():
             raise NotARun(f"{os.fspath(folder)} is no folder; name the one that the runs lie in.")
         self.socket = _bound(port)
         self.port = int(self.socket.getsockname()[1])
         self.token = token or secrets.token_urlsafe(24)
-        guarded = application(listing, token=self.token, port=self.port, stopping=lambda: self.should_exit)
+        guarded = application(runs, token=self.token, port=self.port, stopping=lambda: self.should_exit)
         super().__init__(
             uvicorn.Config(
                 guarded,
@@ -64,7 +64,7 @@ class Served(uvicorn.Server):
 
 def serve(folder: str | os.PathLike[str], *, port: int, told: Callable[[str], None]) -> None:
     """Serve the runs below a folder; `told` hears the address once it can be opened."""
-    server = Served(folder, port=port)
+    server = LiveServer(folder, port=port)
     told(server.address)
     server.serve_here()
 

@@ -23,7 +23,7 @@ from layerscope.errors import LayerscopeError
 from layerscope.report import Cell, Column, Document, Heading, Sentence, Table, html, json
 from layerscope.report.parts import Part
 from layerscope.report.writing import printable
-from layerscope.server.listing import state_of
+from layerscope.server.runs import state_of
 from layerscope.store import cache_folder
 
 __all__ = ["Comparisons"]
