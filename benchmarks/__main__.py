@@ -10,7 +10,7 @@ import sys
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 ALL = (
     "statistics", "store", "many", "comparing", "overhead", "hooks", "watching", "scanning", "compiled", "diagnosing",
-    "peers", "startup", "gpu",
+    "peers", "startup", "pages", "gpu",
 )  # fmt: skip
 
 

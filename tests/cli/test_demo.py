@@ -70,11 +70,14 @@ def test_a_second_demo_takes_the_next_free_name_and_a_chosen_one_is_not_overwrit
     assert again.err.count("\n") == 1
 
 
-def test_the_commands_it_proposes_work(cli, short):
+def test_the_commands_it_proposes_work(cli, tmp_path, short):
     out = cli("demo").out
     commands = [shlex.split(line.split("layerscope ", 1)[1]) for line in out.splitlines() if "· layerscope" in line]
     assert [command[0] for command in commands] == ["compare", "show", "modes"]
-    commands[2] += ["--calib_data_num", "1", "--calib_seqlen", "16"]
+    commands[2] += ["--calib_data_num", "1", "--calib_seqlen", "16", "--html", "ranked.html"]
     compared, shown, ranked = (cli(*command) for command in commands)
     assert "3 is fp32, quantised: mode 3, and no layer stands out" in compared.out
+    looked_at = (tmp_path / "ranked.html").read_text("utf-8")
+    assert "default-src 'none'" in looked_at
+    assert looked_at.count("backbone.layers.") > 10
     assert (compared.code, shown.code, ranked.code) == (0, 0, 0)

@@ -52,6 +52,18 @@ def test_a_report_of_a_saved_comparison_is_that_of_the_comparison(cli, pair, tmp
     assert numbered.sub("", now) == numbered.sub("", later)
 
 
+def test_a_report_says_which_command_made_a_run(cli, tmp_path):
+    (tmp_path / "models.py").write_text(
+        "import torch\ndef net():\n    return torch.nn.Linear(4, 4), torch.ones(2, 4)\n"
+    )
+    assert cli("record", "models.py:net", ".", "-o", "the run", "--no-floors").code == 0
+    assert cli("report", "the run").code == 0
+    text = page(tmp_path / "report.html")
+    assert (
+        "layerscope record models.py:net . -o &#x27;the run&#x27; --no-floors" in text.partition("provenance</h2>")[2]
+    )
+
+
 def test_several_stand_on_one_page_under_their_first_sentence(cli, pair, tmp_path):
     cli("compare", pair / "a", pair / "b", "--save_comparison", "c.json")
     assert cli("report", "c.json", pair / "a", pair / "b").code == 0

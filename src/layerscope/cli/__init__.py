@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -52,6 +53,7 @@ class Commands(click.Group):
             raise click.UsageError(
                 f"there is no command {printable(args[0])!r}.{meant} The commands are {', '.join(COMMANDS)}.", ctx
             )
+        ctx.obj = shlex.join(("layerscope", *args))  # for the provenance of what it makes
         return super().resolve_command(ctx, args)
 
 

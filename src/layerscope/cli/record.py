@@ -127,6 +127,7 @@ def command(
     if not append and not modes:
         _refuse_existing(to)
     ready = loaded_model(model, modes_file=modes_file, seed=seed, modes=bool(modes), **asked)
+    ready.settings["command"] = click.get_current_context().obj
     batches = _guarded(ready.batches(), model)
     if modes:
         from layerscope.cli.variants import record_variants, told_apart

@@ -22,6 +22,7 @@ def provenance(run: Run, name: str) -> Facts:
         "seed": manifest.seed,
         "versions": {key: str(value) for key, value in manifest.versions.items()},
         "taps": list(manifest.taps),
+        "command": str(manifest.settings.get("command") or ""),
         "recorded": manifest.started,
         "state": run.state,
         "forwards": done.forwards,

@@ -212,6 +212,12 @@ def _heat(heat: HeatMap, data: list[JSON]) -> str:
             cells.setdefault(shade, []).append(f"M{to} {at}h{wide}v1h-{wide}z")
             to += wide
     paths = [f'<path class="{kind}" d="{"".join(some)}"/>' for kind, some in cells.items()]
+    if "broken" in cells and not heat.square:  # never by colour alone
+        broken = [
+            (a, b) for a, row in enumerate(heat.values) for b, v in enumerate(row) if v is not None and v - v != 0
+        ]
+        crosses = "".join(f"M{b + 0.4} {a + 0.2}l.2 .6m0-.6l-.2 .6" for a, b in broken)
+        paths.append(f'<path class="crosses" d="{crosses}"/>')
     inner = f'<svg viewBox="0 0 {across} {down}" preserveAspectRatio="none" class="cells">{"".join(paths)}</svg>'
     data.append({"rows": list(heat.rows), "columns": list(heat.columns), "values": [strict(r) for r in heat.values]})
     written = _written(heat, span) if not heat.square and across <= WRITTEN[0] and down <= WRITTEN[1] else ""
