@@ -39,6 +39,7 @@ from layerscope.diagnose.replay.passes import Passes, told
 from layerscope.diagnose.replay.replay import Guidance, Guided, Place
 from layerscope.diagnose.replay.sides import Side, main_dtype
 from layerscope.errors import BadModel, Unsupported
+from layerscope.report.notebook import progress
 from layerscope.report.writing import number, some
 from layerscope.runtimes.state import kept
 
@@ -66,8 +67,8 @@ def diagnose(
                 f"{type(model).__name__} has weights on the meta device, which hold no numbers; load them first."
             )
     parsed = _parsed(pairing)
-    say = tell or (lambda _: None)
-    with kept(reference, candidate) as restore:
+    with kept(reference, candidate) as restore, progress("diagnosing:") as shown:
+        say = tell or (lambda now: shown(now, 0, 0))
         ours = Side.of(reference, inputs, backward=backward)
         theirs = Side.of(candidate, inputs, backward=backward)
         say("running both models")
