@@ -14,6 +14,7 @@ from layerscope.errors import LayerscopeError
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
 from layerscope.store import Blob, Manifest, Writer, open_run, recover
+from layerscope.store.checksum import crc32c
 
 RECORDS, IN_FIRST = 6, 4
 
@@ -212,6 +213,31 @@ def test_random_rubbish_in_place_of_any_file_is_one_sentence(run_folder, tmp_pat
                 alive, well = survivors(run_folder)
                 assert not well
                 assert alive <= recovered(run_folder, tmp_path)
+
+
+def test_a_sealed_file_and_a_journal_that_are_both_damaged_make_one_that_has_the_rows_of_both(tmp_path):
+    """A kill between the rename and the end of the journal leaves both; each is damaged in another record."""
+    make(tmp_path, sealed=False)
+    make(tmp_path / "sealed", sealed=True)
+    folder = tmp_path / "run/rank-00000"
+    journal, sealed = folder / "segment-00001.journal", folder / "segment-00001.safetensors"
+    shutil.copy(tmp_path / "sealed/run/rank-00000" / sealed.name, sealed)
+    (folder / "segment-00001.partial").unlink()
+    flip(journal, b"p4:output")
+    crc = np.uint32(crc32c(data(5))).tobytes()
+    assert sealed.read_bytes().count(crc) == 1  # in the column of what the bytes' checksums are
+    flip(sealed, crc)
+    recover(tmp_path / "run")
+    assert survivors(tmp_path / "run")[0] == set(range(RECORDS))
+    assert recover(tmp_path / "run").lost == []
+    assert sorted(p.name for p in folder.glob("segment-00001*")) == ["segment-00001.journal.damaged", sealed.name]
+
+
+def flip(path, what: bytes) -> None:
+    """Flip a bit in the first byte of something in a file."""
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(what)] ^= 1
+    path.write_bytes(raw)
 
 
 def test_a_damaged_journal_is_kept_beside_and_what_it_says_is_sealed(tmp_path):

@@ -92,27 +92,41 @@ def test_without_an_error_nothing_is_lost(tmp_path):
     assert (done.records, done.dropped) == (RECORDS, [])
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_an_error_while_recovering_leaves_it_to_be_done_again(tmp_path, half):
-    writer = record(tmp_path / "live")
-    killed = tmp_path / "killed"
-    shutil.copytree(tmp_path / "live", killed)
-    done = writer.close()
-
-    def recovered(act) -> int:
-        path = tmp_path / "run"
-        shutil.copytree(killed, path)
-        with Calls(act, (*CHANGING, *READING)) as calls, contextlib.suppress(OSError):
-            recover(path)
-        assert_nothing_wrong(path, done)
-        recover(path)
-        assert_nothing_wrong(path, done)
-        assert open_run(path).state == "recovered"
-        assert not [p for p in path.rglob("*") if p.suffix in (".partial", ".journal", ".damaged")]
-        shutil.rmtree(path)
-        return calls.count
-
-    calls = recovered(nothing)
+@pytest.mark.parametrize(
+    ("error", "half"), [(errno.EIO, True), (errno.EIO, False), (errno.ENOSPC, True), (errno.EINTR, False)]
+)
+def test_an_error_while_recovering_leaves_it_to_be_done_again(tmp_path, error, half):
+    killed, done = killed_run(tmp_path)
+    calls = recovered(killed, done, nothing).count
     assert calls > 20
     for at in range(1, calls + 1):
-        recovered(fail_at(at, errno.EIO, half=half))
+        recovered(killed, done, fail_at(at, error, half=half))
+
+
+def test_a_short_write_while_recovering_loses_nothing(tmp_path):
+    killed, done = killed_run(tmp_path)
+    made = recovered(killed, done, nothing).made
+    for at in (n for n, name in enumerate(made, 1) if "write" in name):
+        recovered(killed, done, short_at(at))
+
+
+def killed_run(tmp_path):
+    """Return a run as a kill leaves it, and what its writer says of it at its end."""
+    writer = record(tmp_path / "live")
+    shutil.copytree(tmp_path / "live", tmp_path / "killed")
+    return tmp_path / "killed", writer.close()
+
+
+def recovered(killed, done, act) -> Calls:
+    """Recover a copy with something at one call, check that nothing is wrong and that a second try ends it."""
+    path = killed.with_name("run")
+    shutil.copytree(killed, path)
+    with Calls(act, (*CHANGING, *READING)) as calls, contextlib.suppress(OSError):
+        recover(path)
+    assert_nothing_wrong(path, done)
+    recover(path)
+    assert_nothing_wrong(path, done)
+    assert open_run(path).state == "recovered"
+    assert not [p for p in path.rglob("*") if p.suffix in (".partial", ".journal", ".damaged")]
+    shutil.rmtree(path)
+    return calls

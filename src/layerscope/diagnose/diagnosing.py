@@ -36,6 +36,7 @@ from layerscope.diagnose.replay.passes import Passes, told
 from layerscope.diagnose.replay.replay import Guidance, Guided, Site
 from layerscope.diagnose.replay.sides import ModelSide, main_dtype
 from layerscope.errors import BadModel, Unsupported
+from layerscope.report.notebook import progress
 from layerscope.report.writing import number, some
 from layerscope.runtimes.state import kept
 
@@ -63,8 +64,8 @@ def diagnose(
                 f"{type(model).__name__} has weights on the meta device, which hold no numbers; load them first."
             )
     parsed = _parsed(pairing)
-    say = tell or (lambda _: None)
-    with kept(reference, candidate) as restore:
+    with kept(reference, candidate) as restore, progress("diagnosing:") as shown:
+        say = tell or (lambda now: shown(now, 0, 0))
         ours = ModelSide.of(reference, inputs, backward=backward)
         theirs = ModelSide.of(candidate, inputs, backward=backward)
         say("running both models")

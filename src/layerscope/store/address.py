@@ -15,10 +15,12 @@ import re
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from layerscope.errors import Damaged, LayerscopeError, MissingExtra, NotARun
+from layerscope.store.checksum import Bytes, bytes_of
 
 Address = str | os.PathLike[str]
 
@@ -111,6 +113,13 @@ def open_regular(path: Path | str, flags: int) -> int:
     return fd
 
 
+class OpenFile(NamedTuple):
+    """A file that is open: its size, and what fills a buffer from an offset and says how far."""
+
+    size: int
+    fill: Callable[[Bytes, int], int]
+
+
 class Folder(ABC):
     """A run's files, wherever they are: list, measure, read, put."""
 
@@ -127,6 +136,10 @@ class Folder(ABC):
     @abstractmethod
     def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytearray:
         """Return a stretch of a file, shorter where the file ends."""
+
+    @abstractmethod
+    def reading(self, name: str) -> AbstractContextManager[OpenFile]:
+        """Open a file, to read stretches of it into memory that is there."""
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
@@ -168,14 +181,26 @@ class LocalFolder(Folder):
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[int]:
         """Open a file for reading; those of a run of our own are opened without following links."""
-        fd = self.open(name)
+        fd = self._open(name)
         try:
             yield fd
         finally:
             os.close(fd)
 
-    def open(self, name: str) -> int:
-        """Return a file's descriptor, which the caller closes."""
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[OpenFile]:
+        """Open a file; what fills a buffer makes no copy."""
+        with self.opened(name) as fd:
+
+            def fill(buffer: Bytes, offset: int) -> int:
+                done = 0
+                while done < buffer.size and (got := os.preadv(fd, [buffer[done:].data], offset + done)):
+                    done += got  # the system gives at most 2 GiB at a time
+                return done
+
+            yield OpenFile(os.fstat(fd).st_size, fill)
+
+    def _open(self, name: str) -> int:
         path = f"{self.address}/{name}"
         if _OURS.fullmatch(name):
             return open_regular(path, READING)
@@ -311,6 +336,17 @@ class RemoteFolder(Folder):
             self.sends_whole = True
             data = memoryview(data)[offset:end]
         return bytearray(data)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[OpenFile]:
+        """Return what fetches stretches of a file."""
+
+        def fill(buffer: Bytes, offset: int) -> int:
+            data = self.read(name, offset=offset, length=buffer.size)
+            buffer[: len(data)] = bytes_of(data)
+            return len(data)
+
+        yield OpenFile(self.size(name), fill)
 
     def _listed_size(self, name: str) -> int | None:
         under, _, last = name.rpartition("/")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -217,6 +217,7 @@ COUNTS = ("tensors", "count", "nan", "posinf", "neginf", "zeros")
 MOMENTS = ("mean", "std", "min", "max", "l1")
 # Of different lengths from row to row: a column of values, and for each row where its own begin, and how many.
 RAGGED = {"sketch_keys": "sketch", "sketch_counts": "sketch", "channels": "channels", "note": "note"}
+SKETCH = ("sketch_keys", "sketch_counts", "sketch_start", "sketch_size")
 LISTS = ("points", "dtypes", "shapes")
 # Which list a column of codes counts in.
 _CODED = ("point", "dtype", "summary_dtype", "shape", "summary_shape")
@@ -224,11 +225,13 @@ _COUNTED = {name: f"{name.removeprefix('summary_')}s" for name in _CODED}
 FIRST = 10
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Columns:
     """Records as arrays, one for each field, and the lists that `point`, `dtype` and `shape` count in.
 
-    A ragged field has its values in one array and two more, `NAME_start` and `NAME_size`, with a number per row.
+    A ragged field has its values in one array and two more, `NAME_start` and `NAME_size`, with a number per row. Rows
+    that are `bad` are not what was written. Where they are `unique` no two have the same point and moment; `steps` are
+    the first and the last, `ranks` those that the moments name.
     """
 
     rows: int
@@ -236,6 +239,18 @@ class Columns:
     points: list[str]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
+    bad: set[int] = field(default_factory=set)
+    unique: bool = False
+    steps: tuple[int, int] | None = None
+    ranks: Sequence[int] = ()
+
+    def array(self, name: str) -> Array:
+        """Return one column, with a number for each row."""
+        return self.arrays[name]
+
+    def load(self, names: Sequence[str]) -> Columns:
+        """Return these with some columns at hand: all of them are."""
+        return self
 
     @classmethod
     def of(cls, rows: Sequence[Row], checks: Sequence[int] | None = None) -> Columns:
@@ -309,7 +324,8 @@ class Columns:
             else:
                 wide = np.uint64 if any(each.dtype == np.uint64 for each in own) else np.int64
                 arrays[name] = _integers(np.concatenate([each.astype(wide) for each in own]))
-        return cls(sum(part.rows for part in parts), arrays, *(codes.values for codes in lists.values()))
+        points, dtypes, shapes = (codes.values for codes in lists.values())
+        return cls(sum(part.rows for part in parts), arrays, points, dtypes, shapes)
 
     def row(self, at: int) -> Row:
         """Return one row; raises Damaged where the columns contradict each other."""

@@ -34,14 +34,15 @@ from layerscope.store.address import (
     rank_of,
     segment_of,
 )
-from layerscope.store.checksum import Bytes, bytes_of, crc32c
-from layerscope.store.columns import COUNTS, MOMENTS, Array, Columns, Has
+from layerscope.store.checksum import Bytes, crc32c
+from layerscope.store.columns import COUNTS, MOMENTS, SKETCH, Array, Columns, Has
 from layerscope.store.dtypes import STORED, nbytes, stored
-from layerscope.store.manifest import NAME, Completeness, Dropped, Manifest
-from layerscope.store.records import WHEN, Part, Records
+from layerscope.store.manifest import NAME, Completeness, Manifest
+from layerscope.store.records import WHEN, Records
 from layerscope.store.recovery import NOTHING_ELSE, Damage
 from layerscope.store.segment import ROOM, Sealed
-from layerscope.store.source import Kept, Sketches, Source, Statistics
+from layerscope.store.source import NOTHING, Kept, Source
+from layerscope.store.table import StoredStatistics
 
 if TYPE_CHECKING:
     import torch
@@ -57,46 +58,50 @@ _LARGEST_MANIFEST = 256 << 20
 _MAPPED_FROM = 1 << 20
 # How many requests are under way at a time.
 _AT_ONCE = 32
-# Records are numbered below that: who claimed a folder later recorded later.
-_CLAIM_AT = 48
+# By so many bytes at its end a journal is known again: a frame's checksum and more.
+_REMEMBERED = 64
 _OPEN = ("record", "point", "has", *WHEN)
-_TENSOR = ("bytes_of", "dtype", "shape", "offset", "length", "crc32c")
-_SKETCH = ("sketch_keys", "sketch_counts", "sketch_start", "sketch_size")
-_STORED = (*COUNTS, *MOMENTS, "first", "first_count", "fingerprint", "summary_dtype", "summary_shape", *_SKETCH)
+_TENSOR = ("has", "bytes_of", "dtype", "shape", "offset", "length", "crc32c")
+_KEPT = ("dtype", "shape", "length")
+_STORED = (*COUNTS, *MOMENTS, "first", "first_count", "fingerprint", "summary_dtype", "summary_shape", *SKETCH)
 
 
 @final
-class Unsealed:
+class Unsealed(Columns):
     """A segment that is still written, or that a kill left: its journal, and the partial beside it."""
 
     def __init__(self, files: Folder, stem: str) -> None:
         self.name = f"{stem}{JOURNAL}"
         self._files = files
-        self._data = bytearray()
+        self._begin()
         self.refresh()
 
+    def _begin(self) -> None:
+        self._hold(Columns.of([], []))
+        self.damage: list[tuple[str, int | None]] = []
+        self.torn = self.end = 0
+        self._run = self._last = b""
+
+    def _hold(self, columns: Columns) -> None:
+        super().__init__(columns.rows, columns.arrays, columns.points, columns.dtypes, columns.shapes)
+
     def refresh(self) -> None:
-        """Read on, from the last whole frame."""
-        found = journal.read(self._files.read(self.name))
-        self.columns_ = Columns.of(found.rows, found.checks)
-        self.rows, self.points = len(found.rows), self.columns_.points
-        self.losses: list[Dropped] = found.losses
-        self.damage: list[tuple[str, int | None]] = [(f"byte {at}: {why}", None) for at, why in found.damage]
-        self.torn, self.end = found.torn, found.end
-        if not found.end:
+        """Read on behind the last whole frame, or all of it where that is not there any more."""
+        data = self._files.read(self.name, offset=self.end - len(self._last))
+        if not data.startswith(self._last):
+            self._begin()
+            data = self._files.read(self.name)
+        data = data[len(self._last) :]
+        found = journal.read(data, run=self._run)
+        more = Columns.of(found.rows, found.checks)
+        self._hold(Columns.joined([self, more], [0, 0]) if self.rows else more)
+        self.damage += [(f"byte {self.end + at}: {why}", None) for at, why in found.damage]
+        self._last = bytes(data[: found.end][-_REMEMBERED:]) or self._last
+        self.torn, self.end, self._run = found.torn, self.end + found.end, found.run
+        if not self.end:
             with contextlib.suppress(FileNotFoundError):
                 if self._files.size(self.name.removesuffix(JOURNAL) + PARTIAL) > ROOM:
-                    self.damage.append((f"nothing of it reads, {NOTHING_ELSE}", None))
-        self.bad: set[int] = set()
-        self.unique, self.steps, self.ranks = False, None, ()
-
-    def some(self, names: Sequence[str]) -> Columns:
-        """Return the columns; they are all in memory."""
-        return self.columns_
-
-    def array(self, name: str) -> Array:
-        """Return one column."""
-        return self.columns_.arrays[name]
+                    self.damage = [(f"nothing of it reads, {NOTHING_ELSE}", None)]
 
     def look_through(self) -> None:
         """Do nothing: each frame was checked when it was read."""
@@ -152,7 +157,7 @@ class Disk(Source):
     def _look(self) -> None:
         self.notes, self._seen, self._harmed, self._looked = [], [], {}, False
         self.manifest = self._read_manifests()
-        known = {each.stem: each.table for each in self._segments if isinstance(each.table, Sealed)}
+        known = {each.stem: each.table for each in self._segments}
         ranks = [rank for name in self._files.names() if (rank := rank_of(name)) is not None]
         self._segments, self._seen[len(self._seen) :] = opened(self._files, ranks, known)
         self._vanished()
@@ -170,17 +175,18 @@ class Disk(Source):
     def records(self) -> Records:
         """Return what there is."""
         if self._table is None:
-            self._table = Records.of([_part(each) for each in self._segments])
+            claims = [each.name.claim for each in self._segments]
+            self._table = Records([each.table.load(_OPEN) for each in self._segments], claims)
         return self._table
 
-    def kept(self, at: int) -> Kept:
-        """Return what is kept of a record."""
-        each, row = self._at(at)
-        if not int(each.table.array("has")[row]) & Has.TENSOR:
-            return Kept(None, None, 0)
-        columns = each.table.some(_TENSOR)
-        dtype, shape, length = (int(columns.arrays[name][row]) for name in ("dtype", "shape", "length"))
-        return Kept(columns.dtypes[dtype], columns.shapes[shape], length)
+    def kept(self, places: Array) -> Iterator[Kept]:
+        """Yield what is kept of each record."""
+        for number, rows, _ in self.records().by_part(places):
+            table = self._segments[number].table.load(_TENSOR)
+            has = (table.array("has")[rows] & Has.TENSOR).tolist()
+            columns = [table.array(name)[rows].tolist() for name in _KEPT]
+            for there, dtype, shape, length in zip(has, *columns, strict=True):
+                yield (table.dtypes[dtype], table.shapes[shape], length) if there else NOTHING
 
     def summary(self, at: int) -> Summary | None:
         """Return the statistics that were stored with a record."""
@@ -189,34 +195,27 @@ class Disk(Source):
         if not has & Has.SUMMARY:
             return None
         channels = ("channels", "channels_start", "channels_size") if has & Has.CHANNELS else ()
-        columns = each.table.some((*_STORED, *channels))
-        self._check(each, row)
-        try:
-            return columns.summary(row)
-        except (ValueError, LookupError) as error:
-            raise self._damage(at, f"its summary does not read back ({error})") from error
+        return self._read(at, "summary", each.table.load((*_STORED, *channels)).summary)
 
     def note(self, at: int) -> dict[str, Any]:
         """Return what the recorder noted beside a record."""
         each, row = self._at(at)
         if not int(each.table.array("has")[row]) & Has.NOTE:
             return {}
-        columns = each.table.some(("note", "note_start", "note_size"))
+        return self._read(at, "note", each.table.load(("note", "note_start", "note_size")).note)
+
+    def _read(self, at: int, what: str, read: Callable[[int], T]) -> T:
+        each, row = self._at(at)
         self._check(each, row)
         try:
-            return columns.note(row)
+            return read(row)
         except (ValueError, LookupError, RecursionError) as error:
-            raise self._damage(at, f"its note does not read back ({error})") from error
+            raise self._damage(at, f"its {what} does not read back ({error})") from error
 
-    def statistics(self, places: Array) -> Statistics:
+    def statistics(self, places: Array) -> StoredStatistics:
         """Return the stored statistics of records as columns."""
-        starts = self.records().starts
-        numbers = np.searchsorted(starts, places, side="right") - 1
-        groups = []
-        for number in np.unique(numbers):
-            where = np.flatnonzero(numbers == number)
-            groups.append((self._segments[number].table, places[where] - starts[number], where))
-        return _Stored(groups, len(places))
+        groups = self.records().by_part(places)
+        return StoredStatistics([(self._segments[n].table, rows, where) for n, rows, where in groups], len(places))
 
     def _at(self, at: int) -> tuple[_Segment, int]:
         number, row = self.records().part(at)
@@ -299,7 +298,7 @@ class Disk(Source):
     def _short(self) -> Iterator[Damage]:
         """Name the tensors of which the file is too short, or the dtype unknown."""
         for each in self._segments:
-            columns = each.table.some(_TENSOR)
+            columns = each.table.load(_TENSOR)
             has = each.table.array("has")
             tensors = (has & Has.TENSOR) != 0
             tensors[list(each.table.bad)] = False
@@ -341,10 +340,10 @@ class Disk(Source):
 
     def _placed(self, at: int) -> _Place:
         each, row = self._at(at)
-        columns = each.table.some(_TENSOR)
+        table = each.table.load(_TENSOR)
         self._check(each, row)
-        a = columns.arrays
-        dtype, shape = columns.dtypes[int(a["dtype"][row])], columns.shapes[int(a["shape"][row])]
+        a = table.arrays
+        dtype, shape = table.dtypes[int(a["dtype"][row])], table.shapes[int(a["shape"][row])]
         place = _Place(each, row, dtype, shape, *(int(a[name][row]) for name in ("offset", "length", "crc32c")))
         if nbytes(dtype, shape) != place.length:
             raise self._damage(at, f"{place.length} bytes are not a {dtype} tensor of shape {list(shape)}")
@@ -354,14 +353,14 @@ class Disk(Source):
         """Return a record's tensor, or rows of it, checked against its checksum."""
         place = self._placed(at)
         if rows is None:
-            return _as_tensor(self._bytes(at, place, place.offset, place.length, verify=True), place.dtype, place.shape)
+            return _as_tensor(self._bytes(at, place, 0, place.length, verify=True), place.dtype, place.shape)
         key = (place.segment.stem, place.offset)
         if key not in self._verified:
-            self._bytes(at, place, place.offset, place.length, verify=True)
+            self._bytes(at, place, 0, place.length, verify=True)
             self._verified.add(key)
         each = place.length // place.shape[0] if place.shape[0] else 0
         first, last = (rows.start, max(rows.start, rows.stop)) if len(rows) else (0, 0)
-        flat = self._bytes(at, place, place.offset + first * each, (last - first) * each, verify=False)
+        flat = self._bytes(at, place, first * each, (last - first) * each, verify=False)
         return _as_tensor(flat, place.dtype, (last - first, *place.shape[1:]))[:: rows.step]
 
     def pieces(self, at: int, items: int) -> Iterator[torch.Tensor]:
@@ -377,8 +376,7 @@ class Disk(Source):
         with self._filling(at, place) as fill:
             for start in range(0, place.length, size):
                 data = buffers.free()[: place.length - start]
-                if fill(data, place.offset + start) != data.size:
-                    raise self._damage(at, "its file ends before its bytes do")
+                fill(data, start)
                 check = crc32c(data, check)
                 piece = _as_tensor(torch.from_numpy(data), place.dtype, (data.size // stored(place.dtype).itemsize,))
                 del data
@@ -388,26 +386,19 @@ class Disk(Source):
             raise self._damage(at, "its bytes are not what was written (checksum)")
 
     def _bytes(self, at: int, place: _Place, offset: int, length: int, *, verify: bool) -> torch.Tensor:
-        """Return a stretch of a segment as a torch tensor of bytes."""
+        """Return a stretch of a record as a torch tensor of bytes."""
         import torch
 
-        if not length:
-            flat = torch.empty(0, dtype=torch.uint8)
-        elif (mapped := self._mapped(at, place)) is not None:
+        if length and (mapped := self._mapped(at, place)) is not None:
             # A private mapping of its own for each tensor: what the caller writes into it nobody else sees, and no
             # file stays open however many are alive.
-            storage: Any = torch.UntypedStorage.from_file(mapped, False, offset + length)
-            flat = torch.empty(0, dtype=torch.uint8).set_(storage, offset, (length,), (1,))
+            begin = place.offset + offset
+            storage: Any = torch.UntypedStorage.from_file(mapped, False, begin + length)
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (length,), (1,))
         else:
-            name = self._source(at, place)
-            try:
-                data = self._files.read(name, offset=offset, length=length)
-            except FileNotFoundError:  # sealed in between
-                name = place.segment.stem + SEALED
-                data = self._files.read(name, offset=offset, length=length)
-            if len(data) != length:
-                raise self._damage(at, f"{name} ends before its bytes do")
-            flat = torch.frombuffer(data, dtype=torch.uint8)
+            with self._filling(at, place) as fill:
+                flat = torch.empty(length, dtype=torch.uint8)
+                fill(flat.numpy(), offset)
         if verify and crc32c(flat.numpy()) != place.crc32c:
             raise self._damage(at, "its bytes are not what was written (checksum)")
         return flat
@@ -424,14 +415,6 @@ class Disk(Source):
             return f"{self.address}/{place.segment.stem}{SEALED}"
         return None
 
-    def _source(self, at: int, place: _Place) -> str:
-        """Return the file that holds a record, once it is long enough."""
-        name, size = self._file(place.segment)
-        if size < 0:
-            raise self._damage(at, f"there is neither {name} nor {place.segment.stem}{PARTIAL}")
-        self._check_end(at, place, size)
-        return name
-
     def _check_end(self, at: int, place: _Place, size: int) -> None:
         """Refuse an offset outside the file before anything is allocated for it."""
         if place.offset < ROOM or place.offset + place.length > size:
@@ -439,36 +422,23 @@ class Disk(Source):
             raise self._damage(at, f"{where} are not inside {place.segment.stem}, which has {size}")
 
     @contextlib.contextmanager
-    def _filling(self, at: int, place: _Place) -> Iterator[Callable[[Bytes, int], int]]:
-        """Open a record's segment once, and yield what fills a buffer from a place in it and says how far."""
-        if not place.length:
-            yield lambda buffer, offset: 0
-            return
-        name = self._source(at, place)
-        if not isinstance(self._files, LocalFolder):
+    def _filling(self, at: int, place: _Place) -> Iterator[Callable[[Bytes, int], None]]:
+        """Open a record's segment once, and yield what fills a buffer from a place in the record."""
+        with contextlib.ExitStack() as stack:
+            # The writer may seal between two looks.
+            for name in (place.segment.stem + SEALED, place.segment.stem + PARTIAL, place.segment.stem + SEALED):
+                with contextlib.suppress(FileNotFoundError):
+                    file = stack.enter_context(self._files.reading(name))
+                    break
+            else:
+                raise self._damage(at, f"there is neither {name} nor {place.segment.stem}{PARTIAL}")
+            self._check_end(at, place, file.size)
 
-            def fetch(buffer: Bytes, offset: int) -> int:
-                data = self._files.read(name, offset=offset, length=buffer.size)
-                buffer[: len(data)] = bytes_of(data)
-                return len(data)
+            def fill(buffer: Bytes, offset: int) -> None:
+                if file.fill(buffer, place.offset + offset) != buffer.size:
+                    raise self._damage(at, f"{name} ends before its bytes do")
 
-            yield fetch
-            return
-        try:
-            fd = self._files.open(name)
-        except FileNotFoundError:  # sealed in between
-            fd = self._files.open(place.segment.stem + SEALED)
-
-        def fill(buffer: Bytes, offset: int) -> int:
-            done = 0
-            while done < buffer.size and (got := os.preadv(fd, [buffer[done:].data], offset + done)):
-                done += got
-            return done
-
-        try:
             yield fill
-        finally:
-            os.close(fd)
 
 
 def read_manifest(files: Folder, name: str) -> Manifest | None:
@@ -490,7 +460,7 @@ def opened(
     """
     for _ in range(3):
         listed = [(rank, name) for rank in ranks for name in _segment_names(files, rank)]
-        tables = each_of(files, lambda each: (known or {}).get(_stem(*each)) or _open(files, _stem(*each)), listed)
+        tables = each_of(files, lambda each: _open(files, _stem(*each), (known or {}).get(_stem(*each))), listed)
         lost = [table for table in tables if isinstance(table, Damage)]
         if isinstance(files, LocalFolder) or not any(damage.file.endswith(JOURNAL) for damage in lost):
             break
@@ -517,8 +487,13 @@ def _stem(rank: int, name: SegmentName) -> str:
     return f"{rank_folder(rank)}/{name.stem}"
 
 
-def _open(files: Folder, stem: str) -> Sealed | Unsealed | Damage:
-    """Open a segment: sealed, or by its journal. The writer may seal it between two looks."""
+def _open(files: Folder, stem: str, known: Sealed | Unsealed | None) -> Sealed | Unsealed | Damage:
+    """Open a segment: sealed, or by its journal, which is read on where it was read before.
+
+    The writer may seal it between two looks.
+    """
+    if isinstance(known, Sealed):
+        return known
     for _ in range(3):
         sealed: Sealed | None = None
         problem: Damaged | None = None
@@ -532,7 +507,10 @@ def _open(files: Folder, stem: str) -> Sealed | Unsealed | Damage:
             return sealed
         with contextlib.suppress(FileNotFoundError):
             try:
-                return Unsealed(files, stem)
+                if known is None:
+                    return Unsealed(files, stem)
+                known.refresh()
+                return known
             except Damaged as error:
                 return sealed or Damage(f"{stem}{JOURNAL}", str(error))
         if problem is not None:
@@ -557,77 +535,9 @@ def _manifest_or_damage(files: Folder, name: str) -> Manifest | Damaged | None:
         return error
 
 
-def _part(each: _Segment) -> Part:
-    table = each.table
-    arrays = {name: table.array(name) for name in _OPEN}
-    alive = None
-    if table.bad:
-        alive = np.ones(table.rows, bool)
-        alive[list(table.bad)] = False
-    age = arrays["record"].astype(np.int64) + (each.name.claim << _CLAIM_AT)
-    return Part(table.points, arrays, table.rows, alive, age, table.unique, table.steps, table.ranks)
-
-
 def _moment(table: Sealed | Unsealed, row: int) -> Moment:
     epoch, *others = (int(table.array(name)[row]) for name in WHEN)
     return Moment(epoch if int(table.array("has")[row]) & Has.EPOCH else None, *others)
-
-
-class _Stored(Statistics):
-    """The statistics of records in several segments, read a column at a time."""
-
-    def __init__(self, groups: Sequence[tuple[Sealed | Unsealed, Array, Array]], size: int) -> None:
-        self._groups, self._size = groups, size
-        self.has = self.column("has").astype(np.int64)
-        for table, rows, where in groups:
-            if table.bad:
-                self.has[where[np.isin(rows, list(table.bad))]] = 0
-
-    def column(self, name: str) -> Array:
-        """Return one column, each number at its record's place."""
-        parts = [table.some([name]).arrays[name] for table, _, _ in self._groups]
-        kind = np.int64 if name in COUNTS else np.float64 if name in (*MOMENTS, "first") else None
-        shape = (self._size, *(parts[0].shape[1:] if parts else ()))
-        column = np.zeros(shape, kind or (np.result_type(*parts) if parts else np.int64))
-        for part, (_, rows, where) in zip(parts, self._groups, strict=True):
-            column[where] = part[rows]
-        return column
-
-    def lost(self) -> Array | None:
-        """Tell the records of which a column turned out damaged since."""
-        if not any(table.bad for table, _, _ in self._groups):
-            return None
-        lost: Array = np.zeros(self._size, bool)
-        for table, rows, where in self._groups:
-            lost[where[np.isin(rows, list(table.bad))]] = True
-        lost &= self.has != 0
-        return lost
-
-    def described(self) -> tuple[list[str], list[tuple[int, ...] | None]]:
-        """Return dtype and shape of what each summary is of."""
-        dtypes, shapes = np.full(self._size, "", object), np.full(self._size, None, object)
-        for table, rows, where in self._groups:
-            columns = table.some(["summary_dtype", "summary_shape"])
-            known = np.full(len(columns.shapes) + 1, None, object)
-            known[:-1] = np.fromiter((shape for shape in columns.shapes), object, len(columns.shapes))
-            code = np.where(self.has[where] & Has.ONE_SHAPE, columns.arrays["summary_shape"][rows].astype(np.int64), -1)
-            shapes[where] = known[np.minimum(code, len(columns.shapes))]
-            names = np.array([*columns.dtypes, ""], object)
-            dtypes[where] = names[np.minimum(columns.arrays["summary_dtype"][rows], len(columns.dtypes))]
-        return dtypes.tolist(), shapes.tolist()
-
-    def sketches(self) -> Sketches:
-        """Return the sketches, those of each segment in one stretch."""
-        starts, sizes = np.zeros(self._size, np.int64), np.zeros(self._size, np.int64)
-        keys, counts, at = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
-        for table, rows, where in self._groups:
-            a = table.some(_SKETCH).arrays
-            starts[where] = a["sketch_start"][rows].astype(np.int64) + at
-            sizes[where] = np.where(np.isin(rows, list(table.bad)), 0, a["sketch_size"][rows])
-            keys.append(a["sketch_keys"])
-            counts.append(a["sketch_counts"])
-            at += len(a["sketch_keys"])
-        return Sketches(np.concatenate(keys), np.concatenate(counts), starts, sizes)
 
 
 def _is_unicode(path: str) -> bool:

@@ -184,13 +184,16 @@ class Entries(NamedTuple):
     run: bytes
 
 
-def read(data: bytes | bytearray) -> Entries:
-    """Read a journal; raises NewerFormat for a format of the future, NotARun for one of the past."""
+def read(data: bytes | bytearray, *, run: bytes = b"") -> Entries:
+    """Read a journal, or with its `run` what came behind a frame of it.
+
+    Raises NewerFormat for a format of the future, NotARun for one of the past.
+    """
     rows: list[Row] = []
     checks: list[int] = []
     losses: dict[tuple[str, str], Dropped] = {}
     damage: list[tuple[int, str]] = []
-    marker = _marker(data)
+    marker = run or _marker(data)
     end = 0
     for at, kind, payload, check, skipped in _frames(data, marker):
         if skipped:

@@ -8,10 +8,12 @@ It is written before the first record, so that a killed run says what it was, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime, timezone
-from typing import Any
+from functools import cache
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from layerscope.errors import Damaged, NewerFormat, NotARun
 from layerscope.store import strictjson
@@ -150,13 +152,11 @@ class Manifest:
                 check_version(value.get("version"))
             raise Damaged(f"{NAME} is not what was written: its checksum differs")
         check_version(value.get("version"))
-        known = {f.name: value[f.name] for f in fields(cls) if f.name in value}
-        for name, is_right in _RIGHT.items():
-            if name in known and not is_right(known[name]):
-                raise Damaged(f"{NAME}: {name!r} holds what it should not: {str(known[name])[:80]}")
-        if "completeness" in known:
-            known["completeness"] = _completeness(known["completeness"])
-        return cls(**known)
+        try:
+            found: Manifest = _fitting(cls, value)
+            return found
+        except (TypeError, ValueError) as error:
+            raise Damaged(f"{NAME} holds what it should not: {str(error)[:200]}") from None
 
     def followed_by(self, later: Manifest) -> Manifest:
         """Join the manifests of two recordings into one run: the later one speaks, no name is lost."""
@@ -183,62 +183,34 @@ def check_version(version: object) -> None:
         )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _fitting(kind: Any, value: Any, where: str = "it") -> Any:
+    """Return a value read from JSON as what a field's type says; raises TypeError for one that does not fit.
+
+    Keys that a class has no field for are passed over; numbers of these classes are counts, and not negative.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if isinstance(kind, UnionType):
+        return None if value is None else _fitting(inner[0], value, where)
+    if is_dataclass(kind) and isinstance(kind, type):
+        types = _types(kind)
+        there = {name: value[name] for name in types if name in _of(dict, value, where)}
+        return kind(**{name: _fitting(types[name], each, name) for name, each in there.items()})
+    if origin is list:
+        return [_fitting(inner[0], each, where) for each in _of(list, value, where)]
+    if origin is dict:
+        return {name: _fitting(inner[1], each, where) for name, each in _of(dict, value, where).items()}
+    return _of(kind, value, where)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+_types = cache(get_type_hints)
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _is_text_to_text(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value.values()))
-
-
-_RIGHT: dict[str, Callable[[Any], bool]] = {
-    "model": lambda v: isinstance(v, dict),
-    "mode": lambda v: v is None or _is_text(v),
-    "runtime": _is_text,
-    "versions": lambda v: isinstance(v, dict),
-    "device": _is_text,
-    "seed": lambda v: v is None or isinstance(v, int),
-    "weights": _is_text_to_text,
-    "taps": _is_texts,
-    "aliases": lambda v: isinstance(v, dict) and all(map(_is_texts, v.values())),
-    "shared": _is_text_to_text,
-    "settings": lambda v: isinstance(v, dict),
-    "started": _is_text,
-    "completeness": lambda v: isinstance(v, dict),
-    "ranks": lambda v: v is None or _is_count(v),
-    "segments": lambda v: (
-        isinstance(v, dict) and all(isinstance(n, list) and all(map(_is_count, n)) for n in v.values())
-    ),
-}
-
-
-def _completeness(value: dict[str, Any]) -> Completeness:
-    known = {f.name: value[f.name] for f in fields(Completeness) if f.name in value}
-    state = known.get("state", "unknown")
-    counts = [known[name] for name in ("forwards", "points", "records", "recomputed", "failed") if name in known]
-    if not _is_text(state) or not all(map(_is_count, counts)):
-        raise Damaged(f"{NAME}: 'completeness' holds what it should not: {str(value)[:80]}")
-    known["missing"] = _rows(Missing, known.get("missing", []))
-    known["dropped"] = _rows(Dropped, known.get("dropped", []))
-    return Completeness(**known)
-
-
-def _rows(kind: Any, values: Any) -> list[Any]:
-    try:
-        rows = [kind(**value) for value in values]
-        if not all(_is_text(r.point) and _is_text(r.reason) and _is_count(getattr(r, "count", 0)) for r in rows):
-            raise TypeError
-        return rows
-    except TypeError:
-        raise Damaged(f"{NAME}: no list of {kind.__name__.lower()} records: {str(values)[:80]}") from None
+def _of(kind: type, value: Any, where: str) -> Any:
+    if type(value) is not kind or (type(value) is int and value < 0 and where != "seed"):
+        raise TypeError(f"{where!r} is {value!r}")
+    return value
 
 
 def _worse(state: str) -> int:

@@ -1,6 +1,6 @@
 """Which records a run has, as arrays: where and when each was taken, and how some of them are found.
 
-    records = Records.of([part, ...])
+    records = Records([part, ...])
     records.find(["model.layers.3:output"], {"step": 0})      # their places, in the order they were made
 
 Of two records with the same point and moment the later one counts; the other is only counted.
@@ -8,77 +8,55 @@ Of two records with the same point and moment the later one counts; the other is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from layerscope.points import Moment
-from layerscope.store.columns import Has
-
-Array = npt.NDArray[Any]
+from layerscope.store.columns import Array, Columns, Has
 
 WHEN = ("epoch", "step", "batch", "call", "rank")
+# Records are numbered below that: who claimed a folder later recorded later.
+_CLAIM_AT = 48
+# So often all records are looked through for a point; who asks for more is about to ask for all, and they are sorted.
+_LOOKS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some records of one origin: a segment, a journal, a list in memory.
+class Records:
+    """All records of a run, of one part after the other; a place is an index into every array.
 
-    `arrays` has a number per record for `point` (counted in `points`), `has` and each of WHEN. `alive` are those that
-    are what was written. `age` sorts records of the same point and moment: by their writer's claim, then by number.
+    `starts` is where each part begins, `kept` the places that count, in the order they were made.
     """
 
-    points: Sequence[str]
-    arrays: Mapping[str, Array]
-    size: int
-    alive: Array | None = None
-    age: Array | None = None
-    unique: bool = False
-    # First and last step, and the ranks, where they are known without looking; they tell that parts do not overlap.
-    span: tuple[int, int] | None = None
-    ranks: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class Records:
-    """All records of a run; a place is an index into every array."""
-
-    names: list[str]
-    point: Array
-    when: dict[str, Array]
-    has_epoch: Array
-    starts: Array  # where each part begins
-    kept: Array  # the places that count, in the order they were made
-    _points: dict[str, int] = field(repr=False)
-
-    @classmethod
-    def of(cls, parts: Sequence[Part]) -> Records:
-        """Put parts one after the other."""
+    def __init__(self, parts: Sequence[Columns], claims: Sequence[int] = ()) -> None:
+        """Put parts one after the other; of the same point and moment that of the higher claim counts, then number."""
         codes: dict[str, int] = {}
-        points, sizes = [], []
-        for part in parts:
-            table = np.array([codes.setdefault(text, len(codes)) for text in part.points] or [0], np.int32)
-            points.append(table[np.minimum(part.arrays["point"], len(table) - 1)])
-            sizes.append(part.size)
-        when = {name: _joined([part.arrays[name] for part in parts]) for name in WHEN}
-        has = _joined([part.arrays["has"] for part in parts])
-        starts = np.cumsum([0, *sizes])[:-1]
-        point = _joined(points)
-        has_epoch = (has & Has.EPOCH) != 0
-        alive = [np.ones(p.size, bool) if p.alive is None else p.alive for p in parts]
-        kept = np.flatnonzero(np.concatenate(alive)) if alive else np.empty(0, np.int64)
-        doubtful = _doubtful(parts, starts)
+        tables = [[codes.setdefault(text, len(codes)) for text in part.points] or [0] for part in parts]
+        kind = np.uint16 if len(codes) <= 1 << 16 else np.int32  # by which numpy sorts by radix
+        self.names, self._codes = list(codes), codes
+        points = [
+            _chosen(np.array(table, kind), part.array("point")) for table, part in zip(tables, parts, strict=True)
+        ]
+        self.point = _joined(points)
+        self.when = {name: _joined([part.array(name) for part in parts]) for name in WHEN}
+        self.has_epoch = (_joined([part.array("has") for part in parts]) & Has.EPOCH) != 0
+        self._ends = np.cumsum([0, *(part.rows for part in parts)])
+        self.starts = self._ends[:-1]
+        self._asked = 0
+        alive = np.ones(len(self.point), bool)
+        for start, part in zip(self.starts, parts, strict=True):
+            alive[[start + row for row in part.bad]] = False
+        doubtful = _doubtful(parts, self.starts)
+        doubtful = doubtful[alive[doubtful]]
         if len(doubtful):
-            doubtful = doubtful[np.concatenate(alive)[doubtful]]
-            age = np.concatenate([_age(part, at) for at, part in zip(starts, parts, strict=True)])
-            later = _latest(doubtful, age, [point, has_epoch, *when.values()])
-            gone = np.setdiff1d(doubtful, later, assume_unique=True)
-            kept = np.setdiff1d(kept, gone, assume_unique=True) if len(gone) else kept
-        return cls(list(codes), point, when, has_epoch, starts, kept, codes)
+            claimed = zip(parts, claims or [0] * len(parts), strict=True)
+            age = np.concatenate([each.array("record") + np.int64(claim << _CLAIM_AT) for each, claim in claimed])
+            order = doubtful[np.argsort(age[doubtful], kind="stable")[::-1]]
+            columns = [self.point, self.has_epoch, *self.when.values()]
+            alive[doubtful] = False
+            alive[order[_first_of_each([column[order] for column in columns])]] = True
+        self.kept = np.flatnonzero(alive)
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -93,10 +71,19 @@ class Records:
         number = int(np.searchsorted(self.starts, at, side="right")) - 1
         return number, at - int(self.starts[number])
 
+    def by_part(self, places: Array) -> Iterator[tuple[int, Array, slice]]:
+        """Yield the parts that ascending places are in, with the rows in each and where among the places those are."""
+        ends = np.searchsorted(places, self._ends)
+        for number in np.flatnonzero(np.diff(ends)):
+            where = slice(int(ends[number]), int(ends[number + 1]))
+            yield int(number), places[where] - self.starts[number], where
+
     @cached_property
     def points(self) -> list[str]:
         """Every point that has records, in the order they were first recorded."""
-        codes, first = np.unique(self.point[self.kept], return_index=True)
+        if len(self.kept) == len(self.point):  # each part lists its own in that order
+            return self.names
+        codes, first = np.unique(self._kept_points, return_index=True)
         return [self.names[code] for code in codes[np.argsort(first)]]
 
     @cached_property
@@ -118,26 +105,35 @@ class Records:
 
     def find(self, texts: Sequence[str] | None = None, when: Mapping[str, int] | None = None) -> Array:
         """Return the places of records, in the order they were made: of some points, at some moments."""
-        if texts is None:
-            found = self.kept
-        else:
-            order, ends = self._by_point
-            codes = [self._points[text] for text in dict.fromkeys(texts) if text in self._points]
-            slices = [order[ends[code] : ends[code + 1]] for code in codes]
-            found = np.sort(np.concatenate(slices)) if slices else np.empty(0, np.int64)
-            found = self.kept[found]
+        found = self.kept
+        if texts is not None:
+            codes = [self._codes[text] for text in dict.fromkeys(texts) if text in self._codes]
+            self._asked += 1
+            if self._asked <= _LOOKS:
+                found = self.kept[np.isin(self._kept_points, codes)]
+            else:
+                order, ends = self._by_point
+                slices = [order[ends[code] : ends[code + 1]] for code in codes]
+                found = self.kept[np.sort(np.concatenate([np.empty(0, np.int64), *slices]))]
         for name, value in (when or {}).items():
             right = self.when[name][found] == value
             found = found[right & self.has_epoch[found] if name == "epoch" else right]
         return found
 
     @cached_property
+    def _kept_points(self) -> Array:
+        return self.point if len(self.kept) == len(self.point) else self.point[self.kept]
+
+    @cached_property
     def _by_point(self) -> tuple[Array, Array]:
         """The kept records ordered by point, and where those of each point begin."""
-        points = self.point[self.kept]
-        ends = np.cumsum(np.bincount(points, minlength=len(self.names)))
-        narrow = points.astype(np.uint16) if len(self.names) <= 1 << 16 else points  # of which numpy sorts by radix
-        return np.argsort(narrow, kind="stable"), np.concatenate([[0], ends])
+        ends = np.cumsum(np.bincount(self._kept_points, minlength=len(self.names)))
+        return np.argsort(self._kept_points, kind="stable"), np.concatenate([[0], ends])
+
+
+def _chosen(values: Array, codes: Array) -> Array:
+    """Return a value for each code; one that a damaged row made up is taken for the last."""
+    return values[np.minimum(codes, len(values) - 1)]
 
 
 def _joined(arrays: Sequence[Array]) -> Array:
@@ -147,37 +143,27 @@ def _joined(arrays: Sequence[Array]) -> Array:
     return np.concatenate(arrays).astype(np.int64 if kind.kind not in "iu" else kind, copy=False)
 
 
-def _age(part: Part, start: int) -> Array:
-    return np.arange(start, start + part.size) if part.age is None else part.age
-
-
-def _doubtful(parts: Sequence[Part], starts: Array) -> Array:
+def _doubtful(parts: Sequence[Columns], starts: Array) -> Array:
     """Return the places of records that another may repeat, as far as the parts do not rule that out themselves.
 
     A part whose rows differ, and whose steps no other of its ranks has, needs no look; of two segments that a step was
     cut in, the rows of that step do.
     """
+    everything = np.arange(sum(part.rows for part in parts))
     if not all(part.unique for part in parts):
-        return np.arange(sum(part.size for part in parts))
+        return everything
     shared: list[Array] = []
     for at, part in zip(starts, parts, strict=True):
         for other in parts:
-            if other is part or not other.size or not part.size:
+            if other is part or not other.rows or not part.rows:
                 continue
-            if part.span is None or other.span is None:
-                return np.arange(sum(each.size for each in parts))
-            low, high = max(part.span[0], other.span[0]), min(part.span[1], other.span[1])
+            if part.steps is None or other.steps is None:
+                return everything
+            low, high = max(part.steps[0], other.steps[0]), min(part.steps[1], other.steps[1])
             if low <= high and not set(part.ranks).isdisjoint(other.ranks):
-                steps = part.arrays["step"]
+                steps = part.array("step")
                 shared.append(at + np.flatnonzero((steps >= low) & (steps <= high)))
     return np.unique(np.concatenate(shared)) if shared else np.empty(0, np.int64)
-
-
-def _latest(kept: Array, age: Array, columns: Sequence[Array]) -> Array:
-    """Return the places of which no other is of the same point and moment and later."""
-    order = kept[np.argsort(age[kept], kind="stable")[::-1]]
-    first = _first_of_each([column[order] for column in columns])
-    return np.sort(order[first])
 
 
 def _first_of_each(columns: Sequence[Array]) -> Array:

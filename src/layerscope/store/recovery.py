@@ -189,16 +189,24 @@ def seal_leftovers(
 def _seal_pair(
     files: LocalFolder, path: Path, number: int, kinds: set[str], rank: int, left: Leftovers, *, verify: bool
 ) -> None:
-    """Make one sealed file of a partial and its journal; where a sealed one is there too, it counts if it reads."""
+    """Make one sealed file of a partial and its journal.
+
+    Where a sealed one is there too, it counts if all of it reads; else the journal over its bytes, with the rows that
+    the journal lacks.
+    """
     stem = segment(number)
     where = f"{path.name}/{stem}"
     rows, checks, losses, run, is_whole = _journal_of(files, path, where, kinds, left)
     if SEALED in kinds:
         good, well = _readable(files, f"{where}{SEALED}")
-        if good > len(rows) or (well and good == len(rows)):
+        known = {row.record for row in rows}
+        lacking = [row for row in good if row.record not in known]
+        if well and len(good) - len(lacking) == len(rows):
             (path / (stem + JOURNAL)).unlink(missing_ok=True)
             (path / (stem + PARTIAL)).unlink(missing_ok=True)
             return
+        if lacking:
+            rows, checks = sorted([*rows, *lacking], key=lambda row: row.record), None
         if PARTIAL not in kinds:
             (path / (stem + SEALED)).rename(path / (stem + PARTIAL))
     partial = path / (stem + PARTIAL)
@@ -252,7 +260,7 @@ def _damaged(fd: int, rows: Sequence[Row]) -> frozenset[int]:
 
 def _journal_of(
     files: LocalFolder, path: Path, where: str, kinds: set[str], left: Leftovers
-) -> tuple[list[Row], list[int], list[Dropped], bytes, bool]:
+) -> tuple[list[Row], list[int] | None, list[Dropped], bytes, bool]:
     """Read a pair's journal, and tell whether all of it reads; where not, it is kept beside under another name."""
     holds = False
     if PARTIAL in kinds:
@@ -278,14 +286,14 @@ def _journal_of(
     return found.rows, found.checks, found.losses, found.run if found.end else os.urandom(8), is_whole
 
 
-def _readable(files: LocalFolder, name: str) -> tuple[int, bool]:
-    """Return how many rows of a sealed segment read, -1 where none of it does, and whether all of its table does."""
+def _readable(files: LocalFolder, name: str) -> tuple[list[Row], bool]:
+    """Return the rows of a sealed segment that read, and whether all of its table does."""
+    left = Leftovers()
     try:
-        found = Sealed(files, name)
+        rows = _rows(Sealed(files, name), name, left)
     except Damaged:
-        return -1, False
-    found.look_through()
-    return found.rows - len(found.bad), not found.damage
+        return [], False
+    return rows, not left.lost
 
 
 def _rows(found: Sealed, name: str, left: Leftovers) -> list[Row]:

@@ -20,6 +20,8 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from layerscope.errors import Ambiguous, BadText, NoSuchPoint
 from layerscope.points import Moment, Point, unwrapped
 from layerscope.report import html
@@ -46,6 +48,9 @@ _LISTED = 10
 def parsed(point: str) -> Point:
     """Read a point's text form; a run has few points and many records."""
     return Point.parse(point)
+
+
+_moment = lru_cache(maxsize=1 << 12)(Moment)  # many records share one
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +227,7 @@ class Run:
         """
         texts = None if name is None else self._named(name)
         when = _when(epoch, step, batch, call, rank)
-        return map(self._entry, self._ask(lambda records: records.find(texts, when)).tolist())
+        return self._entries(self._ask(lambda records: records.find(texts, when)))
 
     def tensor(
         self,
@@ -412,23 +417,28 @@ class Run:
 
     def _tensor(self, at: int, rows: slice | None = None) -> torch.Tensor:
         records = self._ask(lambda records: records)
-        kept = self._source.kept(at)
-        if kept.dtype is None:
+        dtype, shape, _ = next(self._source.kept(np.array([at])))
+        if dtype is None:
             raise NoSuchPoint(
                 f"{records.text(at)!r} at {records.moment(at)} has a summary and no tensor in {self.address}; "
                 "record with keep='tensor' or keep='both' to have it"
             )
-        return self._source.tensor(at, _range(records.text(at), kept.shape or (), rows))
+        return self._source.tensor(at, _range(records.text(at), shape or (), rows))
 
-    def _entry(self, at: int) -> Entry:
+    def _entries(self, places: Array) -> Iterator[Entry]:
         records = self._source.records()
-        return Entry(parsed(records.text(at)), records.moment(at), *self._source.kept(at), self, at)
+        points, there = records.point[places].tolist(), records.has_epoch[places].tolist()
+        when = zip(*(records.when[name][places].tolist() for name in WHEN), strict=True)
+        rows = zip(places.tolist(), points, there, when, self._source.kept(places), strict=True)
+        for at, point, has_epoch, (epoch, *others), kept in rows:
+            moment = _moment(epoch if has_epoch else None, *others)
+            yield Entry(parsed(records.names[point]), moment, *kept, self, at)
 
     def _summary(self, at: int) -> Summary:
         stored = self._source.summary(at)
         if stored is not None:
             return stored
-        if self._source.kept(at).dtype is None:
+        if next(self._source.kept(np.array([at])))[0] is None:
             records = self._ask(lambda records: records)
             raise NoSuchPoint(
                 f"{records.text(at)} at {records.moment(at)} has neither summary nor tensor in {self.address}"

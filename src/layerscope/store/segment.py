@@ -343,7 +343,7 @@ def _pwrite(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 @final
-class Sealed:
+class Sealed(Columns):
     """A sealed segment, opened by its footer; columns are read, and checked, when they are first asked for.
 
     `damage` grows as it is found: sentences, with the row they cost or None. `bad` are the rows that are not what was
@@ -355,8 +355,7 @@ class Sealed:
         self._files, self.name = files, name
         self.size = files.size(name)
         self.damage: list[tuple[str, int | None]] = []
-        self.bad: set[int] = set()
-        self._arrays: dict[str, Array] = {}
+        super().__init__(0, {}, [], [], [])
         self._suspect = False
         tail = _TAIL if isinstance(files, LocalFolder) else _TAIL_ELSEWHERE
         self._trailer = b""
@@ -383,30 +382,17 @@ class Sealed:
         self.rows, self.rank, self.run = int(about["records"]), int(about["rank"]), str(about["run"])
         if about["columns"]["check"][1] != [self.rows] or not 0 <= 4 * self.rows <= self.size:
             raise ValueError(f"{self.rows} records")
-        self.points: list[str] = about["points"]
-        self.dtypes: list[str] = about["dtypes"]
+        self.points, self.dtypes = about["points"], about["dtypes"]
         self.shapes = [tuple(map(int, shape)) for shape in about["shapes"]]
         self.merged = [str(stem) for stem in about.get("merged", [])]
+        self.unique, self.ranks = bool(about["unique"]), [int(rank) for rank in about["ranks"]]
+        first_last = about["steps"]
+        self.steps = None if first_last is None else (int(first_last[0]), int(first_last[1]))
         self.losses = [Dropped(point, count, reason, first) for point, reason, count, first in about["losses"]]
         for text in self.points:
             check_point(text)
         if not all(isinstance(dtype, str) for dtype in self.dtypes):
             raise TypeError(f"dtypes {self.dtypes}")
-
-    @property
-    def unique(self) -> bool:
-        """Whether no two rows have the same point and moment."""
-        return bool(self._about["unique"])
-
-    @property
-    def steps(self) -> tuple[int, int] | None:
-        """The first and the last step there is."""
-        return None if self._about["steps"] is None else tuple(self._about["steps"])
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks that its moments name."""
-        return list(self._about["ranks"])
 
     @property
     def tensors(self) -> tuple[int, int]:
@@ -415,39 +401,28 @@ class Sealed:
 
     def array(self, name: str) -> Array:
         """Return one column, a number for each row; those of `bad` rows mean nothing."""
-        found = self._arrays.get(name)
-        if found is None:
-            self.load([name])
-            found = self._arrays[name]
-        return found
+        return self.load([name]).arrays[name]
 
-    def load(self, names: Sequence[str]) -> None:
-        """Read several columns at a time."""
-        wanted = [name for name in names if name not in self._arrays]
+    def load(self, names: Sequence[str]) -> Columns:
+        """Read several columns at a time, those that were not read before."""
+        wanted = [name for name in names if name not in self.arrays]
         if not wanted:
-            return
+            return self
         try:
             with self._reading(wanted) as read:
                 for name in wanted:
-                    self._arrays[name] = self._column(name, read)
+                    self.arrays[name] = self._column(name, read)
         except FileNotFoundError:
             if not isinstance(self._files, LocalFolder):  # it may have been merged
                 raise
             raise Damaged(f"{self.name} is not there any more") from None
         if self._suspect:
-            self._suspect = False
             self._check_rows()
+        return self
 
     def columns(self) -> Columns:
-        """Return all of them, as what they were made of."""
-        names = [name for name in self._about["columns"] if name not in (*LISTS, "losses")]
-        self.load(names)
-        return Columns(self.rows, {n: self._arrays[n] for n in names}, self.points, self.dtypes, self.shapes)
-
-    def some(self, names: Sequence[str]) -> Columns:
-        """Return some of them."""
-        self.load(names)
-        return Columns(self.rows, self._arrays, self.points, self.dtypes, self.shapes)
+        """Return these with all columns at hand."""
+        return self.load([name for name in self._about["columns"] if name not in (*LISTS, "losses")])
 
     def look_through(self) -> None:
         """Read every column, and hold the header against the footer, so that `damage` has all there is but tensors."""
@@ -607,16 +582,13 @@ class Sealed:
 
     def _check_rows(self) -> None:
         """Find the rows that are not what was written, by the crc32c that each of them has."""
-        with self._reading() as read:
-            for name in self._about["columns"]:
-                if name not in self._arrays and name not in (*LISTS, "losses"):
-                    self._arrays[name] = self._column(name, read)
         self._suspect = False
-        columns = Columns(self.rows, self._arrays, self.points, self.dtypes, self.shapes)
-        checks = self._arrays["check"]
+        self.columns()
+        self._suspect = False
+        checks = self.arrays["check"]
         for at in range(self.rows):
             try:
-                row = columns.row(at)
+                row = self.row(at)
                 good = crc32c(pack(row)) == int(checks[at])
             except (LayerscopeError, ValueError):
                 good = False

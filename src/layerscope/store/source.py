@@ -11,15 +11,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from layerscope.points import Moment, Point
-from layerscope.store.columns import COUNTS, FIRST, Array, Has, bits_of
+from layerscope.store.columns import Array, Columns, Has, Row
 from layerscope.store.manifest import Manifest
-from layerscope.store.records import WHEN, Part, Records
+from layerscope.store.records import WHEN, Records
 from layerscope.store.strictjson import JSON
+from layerscope.store.table import StoredStatistics
 
 if TYPE_CHECKING:
     import torch
@@ -28,46 +29,9 @@ if TYPE_CHECKING:
     from layerscope.store.recovery import Damage
 
 
-class Kept(NamedTuple):
-    """What is kept of a record: dtype, shape and bytes of its tensor; dtype and shape are None where there is none."""
-
-    dtype: str | None
-    shape: tuple[int, ...] | None
-    nbytes: int
-
-
-class Sketches(NamedTuple):
-    """The sketches of some records: those of record i are `keys[starts[i]:starts[i] + sizes[i]]`, and their counts."""
-
-    keys: Array
-    counts: Array
-    starts: Array
-    sizes: Array
-
-
-class Statistics(ABC):
-    """The stored statistics of some records as columns, each made when it is asked for.
-
-    `has` has the bits of each record; the numbers of one without a summary mean nothing.
-    """
-
-    has: Array
-
-    @abstractmethod
-    def column(self, name: str) -> Array:
-        """Return one of COUNTS or MOMENTS, `first`, `first_count` or `fingerprint`, with a number or row per record."""
-
-    def lost(self) -> Array | None:
-        """Tell the records of which a column turned out damaged since `has` was read; None where there are none."""
-        return None
-
-    @abstractmethod
-    def described(self) -> tuple[list[str], list[tuple[int, ...] | None]]:
-        """Return dtype and shape of what each summary is of."""
-
-    @abstractmethod
-    def sketches(self) -> Sketches:
-        """Return the sketches."""
+# Dtype, shape and bytes of what is kept of a record; dtype and shape are None where no tensor is.
+Kept: TypeAlias = "tuple[str | None, tuple[int, ...] | None, int]"
+NOTHING: Kept = (None, None, 0)
 
 
 class Source(ABC):
@@ -84,8 +48,8 @@ class Source(ABC):
         """Return what there is."""
 
     @abstractmethod
-    def kept(self, at: int) -> Kept:
-        """Return what is kept of a record."""
+    def kept(self, places: Array) -> Iterator[Kept]:
+        """Yield what is kept of each record; places ascend."""
 
     @abstractmethod
     def tensor(self, at: int, rows: range | None) -> torch.Tensor:
@@ -105,9 +69,11 @@ class Source(ABC):
         for start in range(0, flat.numel(), items):
             yield flat[start : start + items]
 
-    def statistics(self, places: Array) -> Statistics:
-        """Return the stored statistics of records as columns."""
-        return Summaries([self.summary(int(at)) for at in places])
+    def statistics(self, places: Array) -> StoredStatistics:
+        """Return the stored statistics of records as columns; places ascend."""
+        rows = [Row(0, "", None, 0, 0, 0, 0, summary=self.summary(int(at))) for at in places]
+        columns = Columns.of(rows, checks=[0] * len(rows))
+        return StoredStatistics([(columns, np.arange(len(rows)), slice(None))], len(rows))
 
     @property
     def damaged(self) -> list[Damage]:
@@ -165,7 +131,7 @@ class Items(Source):
         """Return what there is; nothing of it waits for a device."""
         if self._table is None or self._tabled < self._size:
             self._tabled = self._size
-            self._table = Records.of([_part([self._where(n) for n in range(self._tabled)])])
+            self._table = Records([_table([self._where(n) for n in range(self._tabled)])])
         return self._table
 
     @property
@@ -178,10 +144,11 @@ class Items(Source):
     def _item(self, at: int) -> Item:
         return self._items[at]
 
-    def kept(self, at: int) -> Kept:
-        """Return what is kept of a record."""
-        item = self._item(at)
-        return Kept(item.dtype, item.shape, item.nbytes)
+    def kept(self, places: Array) -> Iterator[Kept]:
+        """Yield what is kept of each record."""
+        for at in places.tolist():
+            item = self._item(at)
+            yield item.dtype, item.shape, item.nbytes
 
     def tensor(self, at: int, rows: range | None) -> torch.Tensor:
         """Load a record's tensor, or rows of it."""
@@ -208,53 +175,13 @@ class Items(Source):
         return self._reopen or (self.address,)
 
 
-def _part(where: Sequence[tuple[Point, Moment]]) -> Part:
+def _table(where: Sequence[tuple[Point, Moment]]) -> Columns:
+    """Return the columns that say where and when."""
     codes: dict[Point, int] = {}
-    point = np.array([codes.setdefault(point, len(codes)) for point, _ in where], np.int64)
-    arrays = {"point": point, "has": np.array([m.epoch is not None for _, m in where], np.int64) * int(Has.EPOCH)}
-    for name in WHEN:
-        arrays[name] = np.array([getattr(m, name) or 0 for _, m in where], np.int64)
-    return Part([str(point) for point in codes], arrays, len(where))
-
-
-class Summaries(Statistics):
-    """Statistics that are values already."""
-
-    def __init__(self, summaries: Sequence[Summary | None]) -> None:
-        self._all = summaries
-        self._there = np.flatnonzero([s is not None for s in summaries])
-        self._here = [s for s in summaries if s is not None]
-        self.has = np.array([0 if s is None else bits_of(s) for s in summaries], np.int64)
-
-    def column(self, name: str) -> Array:
-        """Return one column."""
-        column: Array
-        if name == "first":
-            column = np.zeros((len(self._all), FIRST))
-            for at, s in zip(self._there, self._here, strict=True):
-                column[at, : len(s.first)] = s.first
-            return column
-        if name == "fingerprint":
-            column = np.zeros((len(self._all), 2), np.uint64)
-            values: Any = [(s.fingerprint or 0, s.placed or 0) for s in self._here]
-        elif name == "first_count":
-            column, values = np.zeros(len(self._all), np.int64), [len(s.first) for s in self._here]
-        else:
-            column = np.zeros(len(self._all), np.int64 if name in COUNTS else np.float64)
-            values = [getattr(s, name) for s in self._here]
-        if self._here:
-            column[self._there] = values
-        return column
-
-    def described(self) -> tuple[list[str], list[tuple[int, ...] | None]]:
-        """Return dtype and shape of each."""
-        return ["" if s is None else s.dtype for s in self._all], [None if s is None else s.shape for s in self._all]
-
-    def sketches(self) -> Sketches:
-        """Return the sketches, one after the other."""
-        found = [None if s is None else s.sketch for s in self._all]
-        sizes = np.array([0 if k is None else k.keys.size for k in found], np.int64)
-        known = [k for k in found if k is not None]
-        keys = np.concatenate([k.keys for k in known]) if known else np.empty(0, np.int32)
-        counts = np.concatenate([k.counts for k in known]) if known else np.empty(0, np.int64)
-        return Sketches(keys, counts, np.cumsum(sizes) - sizes, sizes)
+    arrays = {
+        "record": np.arange(len(where)),
+        "point": np.array([codes.setdefault(point, len(codes)) for point, _ in where], np.int64),
+        "has": np.array([m.epoch is not None for _, m in where], np.int64) * int(Has.EPOCH),
+        **{name: np.array([getattr(m, name) or 0 for _, m in where], np.int64) for name in WHEN},
+    }
+    return Columns(len(where), arrays, [str(point) for point in codes], [], [])

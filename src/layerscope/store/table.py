@@ -17,12 +17,12 @@ import numpy as np
 
 from layerscope.errors import LayerscopeError, MissingExtra, NoSuchPoint
 from layerscope.points import Point
-from layerscope.store.columns import COUNTS, MOMENTS, Array, Has
+from layerscope.store.columns import COUNTS, MOMENTS, SKETCH, Array, Columns, Has
 from layerscope.store.records import WHEN, Records
 
 if TYPE_CHECKING:
     from layerscope.stats import Summary
-    from layerscope.store.source import Source, Statistics
+    from layerscope.store.source import Source
 
 
 @final
@@ -122,6 +122,63 @@ def _plain(value: Any) -> Any:
 # A run's summaries ------------------------------------------------------------------------------
 
 
+class StoredStatistics:
+    """The stored statistics of some records, of one part of a run or several, read a column at a time.
+
+    `has` has the bits of each record; the numbers of one without a summary mean nothing.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Columns, Array, slice]], size: int) -> None:
+        """Take parts, the rows in each, and where among all of them those are."""
+        self._groups, self._size = groups, size
+        self.has = self.column("has").astype(np.int64)
+        self.has[self._bad()] = 0
+
+    def column(self, name: str) -> Array:
+        """Return one column, with a number or a row of numbers for each record."""
+        parts = [part.array(name)[rows] for part, rows, _ in self._groups]
+        kind = np.int64 if name in COUNTS else np.float64 if name in (*MOMENTS, "first") else None
+        return np.concatenate(parts, dtype=kind) if parts else np.empty(0, kind)
+
+    def lost(self) -> Array | None:
+        """Tell the records of which a column turned out damaged since `has` was read; None where there are none."""
+        lost = self._bad() & (self.has != 0)
+        return lost if lost.any() else None
+
+    def _bad(self) -> Array:
+        bad = np.zeros(self._size, bool)
+        for part, rows, where in self._groups:
+            if part.bad:
+                bad[where] = np.isin(rows, list(part.bad))
+        return bad
+
+    def described(self) -> tuple[list[str], list[tuple[int, ...] | None]]:
+        """Return dtype and shape of what each summary is of."""
+        dtypes: list[str] = []
+        shapes: list[tuple[int, ...] | None] = []
+        for part, rows, where in self._groups:
+            part.load(("summary_dtype", "summary_shape"))
+            code = part.array("summary_shape")[rows].astype(np.int64)
+            code = np.where(self.has[where] & Has.ONE_SHAPE, code, len(part.shapes)).tolist()
+            known, names = [*part.shapes, None], [*part.dtypes, ""]
+            shapes += [known[min(n, len(part.shapes))] for n in code]
+            dtypes += [names[min(n, len(part.dtypes))] for n in part.array("summary_dtype")[rows].tolist()]
+        return dtypes, shapes
+
+    def sketches(self) -> tuple[Array, Array, Array, Array]:
+        """Return keys and counts of all sketches, and for each record where its own begin and how many they are."""
+        keys, counts = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+        starts, sizes, at = np.zeros(self._size, np.int64), np.zeros(self._size, np.int64), 0
+        for part, rows, where in self._groups:
+            a = part.load(SKETCH).arrays
+            starts[where] = a["sketch_start"][rows].astype(np.int64) + at
+            sizes[where] = np.where(self.has[where] & Has.SKETCH, a["sketch_size"][rows], 0)
+            keys.append(a["sketch_keys"])
+            counts.append(a["sketch_counts"])
+            at += len(a["sketch_keys"])
+        return np.concatenate(keys), np.concatenate(counts), starts, sizes
+
+
 def table_of(source: Source, records: Records, places: Array, summary_of: Callable[[int], Summary]) -> Table:
     """Return the statistics of records, as columns from end to end where they were stored."""
     where = _where(records, places)
@@ -145,7 +202,7 @@ def table_of(source: Source, records: Records, places: Array, summary_of: Callab
     return Table(columns=columns, size=len(places))
 
 
-def _held(statistics: Statistics, make: Callable[[], Any]) -> Any:
+def _held(statistics: StoredStatistics, make: Callable[[], Any]) -> Any:
     """Make a column; what turns out damaged in the making is None."""
     column, lost = make(), statistics.lost()
     if lost is None:
@@ -198,7 +255,7 @@ def _when(records: Records, name: str, places: Array) -> Any:
     return column if name != "epoch" or there.all() else _where_there(column, there)
 
 
-def _numbers(s: Statistics) -> dict[str, Any]:
+def _numbers(s: StoredStatistics) -> dict[str, Any]:
     """Return what `Summary.row` gives, for all of them at once; each column is made when it is asked for."""
     from layerscope.stats import PERCENTILES
 
@@ -216,20 +273,20 @@ def _numbers(s: Statistics) -> dict[str, Any]:
     return columns
 
 
-def _finite(s: Statistics) -> Array:
+def _finite(s: StoredStatistics) -> Array:
     return s.column("count") - s.column("nan") - s.column("posinf") - s.column("neginf")
 
 
-def _rms(s: Statistics) -> Array:
+def _rms(s: StoredStatistics) -> Array:
     return np.hypot(s.column("mean"), s.column("std"))
 
 
-def _l2(s: Statistics) -> Array:
+def _l2(s: StoredStatistics) -> Array:
     finite = _finite(s)
     return np.where(finite > 0, _rms(s) * np.sqrt(np.maximum(finite, 0)), 0.0)
 
 
-def _percentiles(s: Statistics) -> list[Any]:
+def _percentiles(s: StoredStatistics) -> list[Any]:
     from layerscope.stats import PERCENTILES, quantiles
 
     sketched, finite = (s.has & Has.SKETCH) != 0, _finite(s) > 0
@@ -239,12 +296,12 @@ def _percentiles(s: Statistics) -> list[Any]:
     return values if sketched.all() else [_where_there(each, sketched) for each in values]
 
 
-def _first(s: Statistics) -> list[Array]:
+def _first(s: StoredStatistics) -> list[Array]:
     """Return the first values of each, as arrays: a hundred thousand lists are a second of the collector's time."""
     return [row[:count] for row, count in zip(s.column("first"), s.column("first_count").tolist(), strict=True)]
 
 
-def _prints(s: Statistics, which: int, bit: int) -> list[str | None]:
+def _prints(s: StoredStatistics, which: int, bit: int) -> list[str | None]:
     digits = s.column("fingerprint")[:, which].astype(">u8").tobytes().hex()
     there, starts = (s.has & bit != 0).tolist(), range(0, len(digits), 16)
     return [digits[at : at + 16] if is_there else None for at, is_there in zip(starts, there, strict=True)]

@@ -235,6 +235,48 @@ def test_refreshing_shows_what_came_since(tmp_path, write):
     assert (len(run), run.state) == (2, "complete")
 
 
+def test_refreshing_reads_of_an_open_journal_only_what_came_since(tmp_path, write, monkeypatch):
+    writer = write(tmp_path / "run", [(f"p{n}", Moment(step=n), np.full(3, n)) for n in range(200)])
+    writer.flush()
+    run = open_run(tmp_path / "run")
+    read = []
+    reads = LocalFolder.read
+    monkeypatch.setattr(
+        LocalFolder, "read", lambda *args, **how: read.append((args[1], reads(*args, **how))) or read[-1][1]
+    )
+    for n in range(200, 230):
+        writer.write(Point(f"p{n % 7}"), Moment(step=n), note={"n": n})
+        writer.flush()
+        run.refresh()
+        assert [entry.moment.step for entry in run.records()] == list(range(n + 1))
+    journaled = [len(data.rstrip(b"\0")) for name, data in read if name.endswith(".journal")]
+    assert len(journaled) == 30
+    assert max(journaled) < 400  # and not the frames of two hundred records
+    assert run.tensor("p150").tolist() == [150] * 3
+    writer.close()
+    run.refresh()
+    assert (len(run), run.complete) == (230, True)
+
+
+def test_a_journal_that_was_taken_back_is_read_from_its_beginning(tmp_path, write):
+    writer = write(tmp_path / "live", [("a", Moment(step=n), np.full(3, n)) for n in range(6)])
+    writer.flush()
+    journal = "rank-00000/segment-00000.journal"
+    shutil.copytree(tmp_path / "live", tmp_path / "run")
+    writer.close()
+    whole = (tmp_path / "run" / journal).read_bytes().rstrip(b"\0")
+    frames = [at for at in range(len(whole)) if whole.startswith(whole[:8], at)]
+    run = open_run(tmp_path / "run")
+    assert len(run) == 6
+    (tmp_path / "run" / journal).write_bytes(whole[: frames[4]])
+    run.refresh()
+    assert [entry.moment.step for entry in run.records()] == [0, 1, 2]
+    (tmp_path / "run" / journal).write_bytes(whole)
+    run.refresh()
+    assert [entry.moment.step for entry in run.records()] == list(range(6))
+    assert run.damaged == []
+
+
 def test_threads_share_a_run(path):
     run, wrong = open_run(path), []
 

@@ -187,15 +187,6 @@ def apart(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
     return max((_distance(one, two) for one, two in zip(got, wanted, strict=False)), default=0.0)
 
 
-def same_value(one: object, two: object) -> bool:
-    """Whether two arguments say the same; two dtypes do where one is not given, two masks' values always."""
-    if isinstance(one, torch.dtype) or isinstance(two, torch.dtype):
-        return one == two or None in (one, two)
-    if isinstance(one, float | int) and isinstance(two, float | int):
-        return math.isclose(one, two, rel_tol=1e-6) or max(one, two) <= BLOCKED
-    return one == two
-
-
 def _distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
     if got.shape != wanted.shape:
         return math.inf

@@ -6,12 +6,13 @@ tell_numbers(ours, theirs, calls, error, floor).because      # "it multiplies by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from layerscope.diagnose.judge.measurement import BLOCKED, apart, same_value
+from layerscope.diagnose.judge.measurement import BLOCKED, apart
 from layerscope.diagnose.operations.trace import Called
 
 
@@ -104,7 +105,7 @@ _SPEAK_FOR_THEMSELVES = ("operation", "transposition", "cast")
 def tell_numbers(ours: Called, theirs: Called, calls: Sequence[Called], error: float, floor: float) -> Operation | None:
     """The same operation with another number, axis or flag; None where they are the same."""
     had, got = ours.scalars, theirs.scalars
-    off = [name for name in {**had, **got} if not same_value(had.get(name), got.get(name))]
+    off = [name for name in {**had, **got} if not _same_value(had.get(name), got.get(name))]
     if "size" in off and [t.shape for t in ours.inputs] != [t.shape for t in theirs.inputs]:
         off.remove("size")
     if not off:
@@ -210,3 +211,12 @@ def _number(value: object) -> str:
 def _axes(scalars: Mapping[str, object]) -> str:
     values = list(scalars.values())
     return str(values[0] if len(values) == 1 else tuple(values))
+
+
+def _same_value(one: object, two: object) -> bool:
+    """Whether two arguments say the same; two dtypes do where one is not given, two masks' values always."""
+    if isinstance(one, torch.dtype) or isinstance(two, torch.dtype):
+        return one == two or None in (one, two)
+    if isinstance(one, float | int) and isinstance(two, float | int):
+        return math.isclose(one, two, rel_tol=1e-6) or max(one, two) <= BLOCKED
+    return one == two
