@@ -18,11 +18,11 @@ from layerscope.diagnose.finding import Blame, Final, Finding, Judged
 __all__ = ["Blame", "Cause", "Final", "Finding", "Judged", "diagnose"]
 
 
-class _Package(ModuleType):
+class _DiagnosePackage(ModuleType):
     """The package, which is called like its function, as `layerscope.compare` is and for the same reason."""
 
     def __call__(self, *models: Any, **options: Any) -> Finding:
         return diagnose(*models, **options)
 
 
-sys.modules[__name__].__class__ = _Package
+sys.modules[__name__].__class__ = _DiagnosePackage

@@ -2,11 +2,11 @@
 
     finding = diagnose(reference, candidate, inputs)
 
-1. The reference runs once; what each of its modules was given and gave is kept (`capturing`).
-2. The candidate runs once on those values (`guiding`): what a module gets wrong there is its own doing.
-3. So does the reference in the candidate's dtypes: what it gets wrong is rounding (`judging`, `rows`).
-4. What stands out (`blaming`) is put right in the candidate and wrong in the reference (`confirming`), and explained
-   (`explaining`, `causes`).
+1. The reference runs once; what each of its modules was given and gave is kept (`replay/capture`).
+2. The candidate runs once on those values (`replay/replay`): what a module gets wrong there is its own doing.
+3. So does the reference in the candidate's dtypes: what it gets wrong is rounding (`judge/judging`, `rows`).
+4. What stands out (`judge/suspects`) is put right in the candidate and wrong in the reference (`judge/proof`), and
+   explained (`causes`).
 
 Both models are left as they were.
 """
@@ -24,20 +24,17 @@ from torch import nn
 
 from layerscope.compare.rows import Verdict
 from layerscope.compare.rules import Rule, parse_rules
-from layerscope.diagnose.causes.explaining import explain
+from layerscope.diagnose.causes.explanation import explain
 from layerscope.diagnose.finding import Blame, Final, Finding, Judged, called
-from layerscope.diagnose.judge.evidence import evident
 from layerscope.diagnose.judge.judging import is_doubtful, name_of
-from layerscope.diagnose.judge.measuring import Measured
-from layerscope.diagnose.judge.packed import packed_weights
-from layerscope.diagnose.judge.peers import quantised
-from layerscope.diagnose.judge.proof import confirm, demoted, ranked
-from layerscope.diagnose.judge.rows import Row, code_of, judged_rows
-from layerscope.diagnose.judge.second_look import look_again
+from layerscope.diagnose.judge.measurement import Distance
+from layerscope.diagnose.judge.proof import confirm, demoted, look_again, ranked
+from layerscope.diagnose.judge.quantised import packed_weights, quantised
+from layerscope.diagnose.judge.rows import JudgedRow, code_of, evident, judged_rows
 from layerscope.diagnose.judge.suspects import missing_arguments, suspects_of
 from layerscope.diagnose.replay.passes import Passes, told
-from layerscope.diagnose.replay.replay import Guidance, Guided, Place
-from layerscope.diagnose.replay.sides import Side, main_dtype
+from layerscope.diagnose.replay.replay import Guidance, Guided, Site
+from layerscope.diagnose.replay.sides import ModelSide, main_dtype
 from layerscope.errors import BadModel, Unsupported
 from layerscope.report.notebook import progress
 from layerscope.report.writing import number, some
@@ -69,8 +66,8 @@ def diagnose(
     parsed = _parsed(pairing)
     with kept(reference, candidate) as restore, progress("diagnosing:") as shown:
         say = tell or (lambda now: shown(now, 0, 0))
-        ours = Side.of(reference, inputs, backward=backward)
-        theirs = Side.of(candidate, inputs, backward=backward)
+        ours = ModelSide.of(reference, inputs, backward=backward)
+        theirs = ModelSide.of(candidate, inputs, backward=backward)
         say("running both models")
         passes = Passes.begin(ours, theirs, restore, rules=parsed)
         return _Diagnosis(passes, say).finding()
@@ -120,7 +117,7 @@ class _Diagnosis:
             proofs, final = confirm(suspects, passes, final, look)
             for suspect, cause, proof in zip(suspects, causes, proofs, strict=True):
                 row = as_named(suspect.row.judged)
-                blames.append(Blame(ours[suspect.name], cause, row, proof.removed, proof.made))
+                blames.append(Blame(ours[suspect.name], cause, row, *proof))
         blames, explain_nothing = demoted(blames)
         for blame in explain_nothing:
             passes.notes.append(
@@ -138,7 +135,7 @@ class _Diagnosis:
             tuple(replace(one, name=ours[one.name]) for one in packed_weights(rows, passes)),
         )
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[JudgedRow]:
         """Judge every call; one that is wrong for want of an argument is judged as if it had been handed that."""
         passes, guided = self.passes, self.guided
         self.learn_floor()
@@ -169,10 +166,10 @@ class _Diagnosis:
                     f"the floor is an estimate, and modules are judged {UNKNOWN:.0f} times more leniently."
                 )
 
-    def judged(self, guided: Guided) -> list[Row]:
+    def judged(self, guided: Guided) -> list[JudgedRow]:
         """Judge every call, by the floor and, where something differs from that too, by what a nudge does."""
         passes, floor, leniency = self.passes, self.floor, self.leniency
-        nudged: dict[Place, Measured] = {}
+        nudged: dict[Site, Distance] = {}
         doubtful = {
             place
             for place, measure in guided.measured.items()
@@ -189,7 +186,7 @@ class _Diagnosis:
             nudged = passes.floor(Guidance(again=NUDGE, every=every, only=doubtful)).measured
         return judged_rows(passes, guided, floor.measured, nudged, leniency=leniency)
 
-    def randomness(self, rows: list[Row], guided: Guided) -> list[Row]:
+    def randomness(self, rows: list[JudgedRow], guided: Guided) -> list[JudgedRow]:
         """Tell what differs because it is drawn: it differs from itself with another seed."""
         guilty = {row.place for row in rows if row.judged.guilty and row.place is not None}
         if not guilty or self.passes.seed is None:
@@ -227,17 +224,17 @@ ROUNDED = 8  # one in eight moved by a unit is as far off as all of them rounded
 UNKNOWN = 4.0
 
 
-def _named(side: Side) -> dict[str, str]:
+def _named(side: ModelSide) -> dict[str, str]:
     """Return the names that `named_modules()` gives, by those without what wrappers add."""
     own = {id(module): name for name, module in side.model.named_modules()}
     return {name: own.get(id(module), name) for name, module in side.modules.by_name.items()}
 
 
-def _same_bits(a: Measured, b: Measured | None) -> bool:
+def _same_bits(a: Distance, b: Distance | None) -> bool:
     return b is not None and (a.digest, a.dtype, a.count) == (b.digest, b.dtype, b.count)
 
 
-def _verdict(blames: Sequence[Blame], rows: Sequence[Row], final: Final, cost: str) -> Verdict:
+def _verdict(blames: Sequence[Blame], rows: Sequence[JudgedRow], final: Final, cost: str) -> Verdict:
     kinds = {row.judged.kind for row in rows}
     if blames:
         return Verdict("differs", _sentence(blames, final))

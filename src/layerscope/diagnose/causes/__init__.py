@@ -8,12 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from layerscope.diagnose.causes.cause import KINDS, Case, Cause, Kind
-from layerscope.diagnose.causes.closeness import Values
+from layerscope.diagnose.causes.cause import KINDS, Case, Cause, Kind, ResultPair
 from layerscope.diagnose.causes.failures import nonfinite, other_integers, other_shape, raised, random
+from layerscope.diagnose.causes.patterns import (
+    confined,
+    displaced,
+    in_another_order,
+    left_out,
+    on_a_bound,
+    on_a_grid,
+    rounded_to,
+    scaled,
+    shifted,
+    some_scaled,
+    some_zeroed,
+)
 from layerscope.diagnose.causes.settings import differing_configuration, differing_settings, other_class, other_function
-from layerscope.diagnose.causes.slices import confined, displaced, in_another_order, some_scaled, some_zeroed
-from layerscope.diagnose.causes.values import left_out, on_a_bound, on_a_grid, rounded_to, scaled, shifted
 from layerscope.diagnose.causes.weights import differing_weights, quantised_weights
 
 __all__ = ["KINDS", "Case", "Cause", "Kind", "cause_of"]
@@ -39,7 +49,7 @@ _CERTAIN: tuple[Callable[[Case], Cause | None], ...] = (
     differing_settings,
     other_function,
 )
-_PATTERNS: tuple[Callable[[Case, Values], Cause | None], ...] = (
+_PATTERNS: tuple[Callable[[Case, ResultPair], Cause | None], ...] = (
     left_out,
     some_zeroed,
     on_a_bound,
@@ -72,7 +82,7 @@ def cause_of(case: Case) -> Cause:
 def _detectors(case: Case) -> Iterator[partial[Cause | None]]:
     """Yield what is to be asked, in the order of asking."""
     yield from (partial(detector, case) for detector in _CERTAIN)
-    values = Values.of(case)
+    values = ResultPair.of(case)
     if values is not None and values.differ:
         yield from (partial(pattern, case, values) for pattern in _PATTERNS)
     yield from (partial(detector, case) for detector in _REST)

@@ -2,6 +2,7 @@
 
     Cause("weights", "its weight is the reference's times 1.050", {"parameter": "weight", "factor": 1.05})
     times(1.05), indices([3, 4, 5], "row")      # "is the reference's times 1.050", "rows 3 to 5"
+    ResultPair.of(case).explained(by=2 * wanted)    # whether that is what the candidate has, up to rounding
 
 A cause is what the values show, with the numbers that show it; what they do not show is `unknown`.
 """
@@ -15,6 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from layerscope.diagnose.judge.measurement import coarser, precision, relative_l2
 from layerscope.diagnose.operations import Operation
 from layerscope.report.writing import many, number
 
@@ -131,3 +133,60 @@ def share(part: int, whole: int) -> str:
     ('3 %', '0.024 %', '33 %')
     """
     return f"{100 * part / whole:.2g} %" if part < whole else "100 %"
+
+
+# Tensors with more elements are looked at in part: every n-th value of the last axis.
+LARGEST = 1 << 23
+# Another kernel in float32 sums in another order: a few units in the last place, in the root mean square.
+_LEAST = 1e-6
+# A pattern explains a difference when what it leaves is rounding's, and a third of what it was at most.
+_LEFT = 2.0
+_SHARE = 1 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPair:
+    """A pair of results in float64, all finite and of one shape, with the error that rounding explains."""
+
+    wanted: torch.Tensor
+    got: torch.Tensor
+    floor: torch.Tensor | None
+    dtype: torch.dtype  # the candidate's
+    rounded: torch.dtype  # the coarser of both
+    level: float
+    error: float
+
+    @classmethod
+    def of(cls, case: Case) -> ResultPair | None:
+        """Return the pair in a form that patterns can be sought in; None where there is none."""
+        if case.wanted is None or case.got is None or case.wanted.shape != case.got.shape or not case.got.numel():
+            return None
+        if not (case.wanted.is_floating_point() and case.got.is_floating_point()):
+            return None
+        wanted, got = wide(case.wanted), wide(case.got).to(case.wanted.device)
+        if not (wanted.isfinite().all() and got.isfinite().all()):
+            return None
+        floor = wide(case.floor).to(wanted.device) if case.floor is not None else None
+        floor = floor if floor is not None and floor.shape == wanted.shape and floor.isfinite().all() else None
+        rounded = coarser(case.wanted.dtype, case.got.dtype)
+        unit = precision(rounded)
+        level = max(_LEAST, unit / 4, relative_l2(floor, wanted)) if floor is not None else max(_LEAST, 4 * unit)
+        return cls(wanted, got, floor, case.got.dtype, rounded, level, relative_l2(got, wanted))
+
+    @property
+    def differ(self) -> bool:
+        """Whether there is anything for a pattern to explain."""
+        return self.error > self.level
+
+    def explained(self, by: torch.Tensor, got: torch.Tensor | None = None) -> bool:
+        """Whether this is what the candidate has (or a part of it), up to rounding."""
+        left = relative_l2(self.got if got is None else got, by)
+        return left <= _LEFT * self.level and left <= _SHARE * self.error
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values in float64, thinned out where there are too many."""
+    tensor = tensor.detach()
+    if tensor.numel() > LARGEST and tensor.ndim:
+        tensor = tensor[..., :: -(-tensor.numel() // LARGEST)]
+    return tensor.to(torch.float64)

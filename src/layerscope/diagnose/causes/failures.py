@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from layerscope.diagnose.causes.cause import Case, Cause, indices, listed, shape
-from layerscope.diagnose.causes.closeness import Values, away, precision, wide
-from layerscope.diagnose.causes.parameters import parts
+from layerscope.diagnose.causes.cause import Case, Cause, ResultPair, indices, listed, shape, wide
+from layerscope.diagnose.causes.weights import parts
+from layerscope.diagnose.judge.measurement import precision, relative_l2
 
 _SHOWN = 4  # values that differ
 _ALIGNED = 4096  # tokens among which the dropped ones are sought
@@ -106,10 +106,10 @@ def other_integers(case: Case) -> Cause | None:
 
 def random(case: Case) -> Cause | None:
     """Two runs of the candidate on the same inputs differ, and by no little part of the difference."""
-    values = Values.of(case)
+    values = ResultPair.of(case)
     if case.again is None or values is None or case.again.shape != values.got.shape:
         return None
-    apart = away(wide(case.again).to(values.got.device), values.got)
+    apart = relative_l2(wide(case.again).to(values.got.device), values.got)
     # Sums by atomic additions differ in the last places from run to run: that is no dice.
     if not apart > max(4 * precision(values.dtype), values.error / 10):
         return None
@@ -150,4 +150,4 @@ def _alike(case: Case, wanted: torch.Tensor, got: torch.Tensor) -> bool:
         if case.wanted is not None and case.got is not None
         else 0.0
     )
-    return away(wide(got), wide(wanted)) <= max(16 * unit, 1e-5)
+    return relative_l2(wide(got), wide(wanted)) <= max(16 * unit, 1e-5)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from layerscope.diagnose.causes.closeness import precision
+from layerscope.diagnose.judge.measurement import precision
 
 _BITS = 8
 _LEVELS = 2**_BITS - 1
@@ -48,7 +48,7 @@ def grid_of(tensor: torch.Tensor, *, rounded: torch.dtype | None = None) -> Grid
     unit = max(precision(rounded or tensor.dtype), precision(tensor.dtype))
     found: Grid | None = None
     for per, rows in _readings(tensor.detach()) if tensor.numel() else ():
-        grid = _grid(per, _Rows.of(rows), unit)
+        grid = _grid(per, _GridRows.of(rows), unit)
         # Whatever lies on a grid of its own also lies on a finer one of all: only a coarser one is news.
         if grid is not None and (found is None or grid.step[0] > 1.2 * found.step[0]):
             found = grid
@@ -56,7 +56,7 @@ def grid_of(tensor: torch.Tensor, *, rounded: torch.dtype | None = None) -> Grid
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _GridRows:
     """Rows that may have a step each: a part of their values, sorted, and the ends of all of them."""
 
     values: torch.Tensor
@@ -64,7 +64,7 @@ class _Rows:
     high: torch.Tensor
 
     @classmethod
-    def of(cls, rows: torch.Tensor) -> _Rows:
+    def of(cls, rows: torch.Tensor) -> _GridRows:
         rows = rows[:: -(-len(rows) // _ROWS)]
         low, high = rows.amin(1).to(torch.float64), rows.amax(1).to(torch.float64)
         several = (high > low) & low.isfinite() & high.isfinite()
@@ -86,7 +86,7 @@ def _readings(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     return [(per, rows) for per, rows in readings if rows.shape[1] >= _SHORTEST]
 
 
-def _grid(per: str, rows: _Rows, unit: float) -> Grid | None:
+def _grid(per: str, rows: _GridRows, unit: float) -> Grid | None:
     step = _steps(rows, unit) if len(rows.values) else rows.low
     found = step.isfinite()
     if not len(step) or int(found.sum()) < _MOST * len(step):
@@ -95,7 +95,7 @@ def _grid(per: str, rows: _Rows, unit: float) -> Grid | None:
     return Grid((float(step[found].min()), float(step[found].max())), math.ceil(math.log2(round(levels) + 1)), per)
 
 
-def _steps(rows: _Rows, unit: float) -> torch.Tensor:
+def _steps(rows: _GridRows, unit: float) -> torch.Tensor:
     """Return the largest step whose multiples each row consists of; NaN where there is none."""
     top, span = torch.maximum(rows.low.abs(), rows.high.abs()), rows.high - rows.low
     gaps = rows.values.diff(dim=1)
@@ -109,7 +109,7 @@ def _steps(rows: _Rows, unit: float) -> torch.Tensor:
     return largest.masked_fill(largest == 0, math.nan)
 
 
-def _fitted(rows: _Rows, origin: torch.Tensor, guesses: torch.Tensor, unit: float) -> torch.Tensor:
+def _fitted(rows: _GridRows, origin: torch.Tensor, guesses: torch.Tensor, unit: float) -> torch.Tensor:
     """Return the step that fits best near each guess, where all values that can tell agree with it; NaN elsewhere."""
     moved = (rows.values - origin[:, None])[:, None]
     off = unit * (rows.values.abs() + origin.abs()[:, None])[:, None]

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from layerscope.diagnose.causes.closeness import coarser
-from layerscope.diagnose.causes.sums import same
+from layerscope.diagnose.judge.measurement import coarser, same
 
 _PIECE = 1 << 20
 _NEAREST = 2048  # slices that are compared each with each

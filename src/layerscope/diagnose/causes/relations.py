@@ -2,7 +2,8 @@
 
     relation("weight", reference, candidate)      # Cause: "its weight is the reference's times 1.050"
 
-Each relation is one function that tells what it found or returns None; exact ones are tried first.
+Each relation is one function that tells what it found or returns None; exact ones are tried first. They share one pass
+over the pair, which goes piece by piece, so that an embedding of billions of bytes costs no second copy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from layerscope.diagnose.causes.cause import Cause, indices, times
 from layerscope.diagnose.causes.grids import Grid, grid_of
 from layerscope.diagnose.causes.orders import order_of
-from layerscope.diagnose.causes.sums import Lines, Sums, same
+from layerscope.diagnose.judge.measurement import PIECE, as_matrix, coarser, precision, same
 
 # The root mean square of rounding to nearest is about a quarter of the distance between numbers, or less.
 _ROUNDING = 0.3
@@ -33,7 +34,7 @@ _Told: TypeAlias = "tuple[str, dict[str, object]]"  # a clause that follows the 
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class _ParameterPair:
     """One parameter on both sides, with their sums and the grid that the candidate's lies on."""
 
     reference: torch.Tensor
@@ -66,7 +67,7 @@ def relation(name: str, reference: torch.Tensor, candidate: torch.Tensor) -> Cau
     if grid is not None:
         typical = float((sums.whole.cc / candidate.numel()).sqrt())
         noise = max(noise, grid.step[1] / 12**0.5 / max(typical, 1e-300))
-    pair = _Pair(reference, candidate, sums, grid, noise)
+    pair = _ParameterPair(reference, candidate, sums, grid, noise)
     if not float(sums.whole.wrong) and not pair.moved:
         return None
     for word, tried in _RELATIONS.items():
@@ -76,7 +77,7 @@ def relation(name: str, reference: torch.Tensor, candidate: torch.Tensor) -> Cau
     return None
 
 
-def _cause(name: str, word: str, pair: _Pair, because: str, evidence: Mapping[str, object]) -> Cause:
+def _cause(name: str, word: str, pair: _ParameterPair, because: str, evidence: Mapping[str, object]) -> Cause:
     found: dict[str, object] = {"parameter": name, "relation": word, "relative": pair.sums.relative, **evidence}
     if pair.grid is not None:
         found |= {"bits": pair.grid.bits, "step": pair.grid.step, "per": pair.grid.per}
@@ -87,7 +88,7 @@ def _cause(name: str, word: str, pair: _Pair, because: str, evidence: Mapping[st
 # One relation each -------------------------------------------------------------------------------
 
 
-def _all_zero(pair: _Pair) -> _Told | None:
+def _all_zero(pair: _ParameterPair) -> _Told | None:
     whole = pair.sums.whole
     if float(whole.rr) and float(whole.cc):
         return None
@@ -96,7 +97,7 @@ def _all_zero(pair: _Pair) -> _Told | None:
     return f"goes up to {float(pair.candidate.abs().max()):.3g} where the reference's is all zero", {}
 
 
-def _scaled(pair: _Pair) -> _Told | None:
+def _scaled(pair: _ParameterPair) -> _Told | None:
     whole = pair.sums.whole
     if float(whole.left) > 2 * pair.noise or not pair.moved:
         return None
@@ -104,7 +105,7 @@ def _scaled(pair: _Pair) -> _Told | None:
     return times(factor), {"factor": factor}
 
 
-def _exact_factor(pair: _Pair) -> float | None:
+def _exact_factor(pair: _ParameterPair) -> float | None:
     """Return the factor that gives every rounded value, where one does: each value confines it to an interval."""
     if pair.grid is not None or pair.reference.numel() > 1 << 24:
         return None
@@ -121,7 +122,7 @@ def _exact_factor(pair: _Pair) -> float | None:
     return None
 
 
-def _zeroed_lines(pair: _Pair) -> _Told | None:
+def _zeroed_lines(pair: _ParameterPair) -> _Told | None:
     for kind, lines in pair.lines:
         zero = (lines.cc == 0) & (lines.rr > 0)
         if bool(zero.any()) and not float(lines.wrong[~zero].sum()):
@@ -130,7 +131,7 @@ def _zeroed_lines(pair: _Pair) -> _Told | None:
     return None
 
 
-def _scaled_lines(pair: _Pair) -> _Told | None:
+def _scaled_lines(pair: _ParameterPair) -> _Told | None:
     for kind, lines in pair.lines:
         length = pair.candidate.numel() / len(lines)
         by_chance = _SURE * pair.noise / length**0.5
@@ -156,14 +157,14 @@ def _scaled_lines(pair: _Pair) -> _Told | None:
     return None
 
 
-def _flipped(pair: _Pair) -> _Told | None:
+def _flipped(pair: _ParameterPair) -> _Told | None:
     for axis in range(2, pair.reference.ndim):
         if pair.reference.shape[axis] > 1 and same(pair.reference.flip(axis), pair.candidate):
             return f"is the reference's flipped along axis {axis}", {"axis": axis}
     return None
 
 
-def _transposed(pair: _Pair) -> _Told | None:
+def _transposed(pair: _ParameterPair) -> _Told | None:
     reference = pair.reference
     for one in range(reference.ndim):
         for two in range(one + 1, reference.ndim):
@@ -173,7 +174,7 @@ def _transposed(pair: _Pair) -> _Told | None:
     return None
 
 
-def _permuted(pair: _Pair) -> _Told | None:
+def _permuted(pair: _ParameterPair) -> _Told | None:
     for axis, (kind, _) in enumerate(pair.lines if pair.reference.ndim else ()):
         order = order_of(pair.reference, pair.candidate, axis=axis)
         if order is not None:
@@ -181,7 +182,7 @@ def _permuted(pair: _Pair) -> _Told | None:
     return None
 
 
-def _offset(pair: _Pair) -> _Told | None:
+def _offset(pair: _ParameterPair) -> _Told | None:
     """A constant that was added: a zero-point, the 1 of a norm that has 1 + weight."""
     mean, size, whole = pair.sums.mean, pair.reference.numel(), pair.sums.whole
     spread = max(0.0, float(whole.cc - 2 * whole.cr + whole.rr) / size - mean**2) ** 0.5
@@ -193,7 +194,7 @@ def _offset(pair: _Pair) -> _Told | None:
     return f"is the reference's {'plus' if mean > 0 else 'minus'} {abs(mean):.4g}", {"offset": mean}
 
 
-def _other_base(pair: _Pair) -> _Told | None:
+def _other_base(pair: _ParameterPair) -> _Told | None:
     """Powers of another number: the frequencies of rotary positions."""
     bases = [_base(side) for side in (pair.reference, pair.candidate)]
     if None in bases:
@@ -213,11 +214,11 @@ def _base(tensor: torch.Tensor) -> float | None:
     return math.exp(float(falls.mean()) * len(tensor)) if steady and float(falls.mean()) > 0 else None
 
 
-def _on_a_grid(pair: _Pair) -> _Told | None:
+def _on_a_grid(pair: _ParameterPair) -> _Told | None:
     return (f"lies on {pair.grid}", {}) if pair.grid is not None else None
 
 
-def _in_part(pair: _Pair) -> _Told | None:
+def _in_part(pair: _ParameterPair) -> _Told | None:
     count, size = int(pair.sums.whole.wrong), pair.reference.numel()
     if count <= max(1, size // 64):
         far = (pair.candidate.to(torch.float64) - pair.reference.to(pair.candidate.device).to(torch.float64)).abs()
@@ -232,14 +233,14 @@ def _in_part(pair: _Pair) -> _Told | None:
     return None
 
 
-def _otherwise(pair: _Pair) -> _Told | None:
+def _otherwise(pair: _ParameterPair) -> _Told | None:
     cosine = pair.sums.cosine
     if abs(cosine) < _UNRELATED:
         return f"is unrelated to the reference's (cosine {cosine:.2f})", {"cosine": cosine}
     return f"differs from the reference's by {pair.sums.relative:.3g} of its norm", {"cosine": cosine}
 
 
-_RELATIONS: Mapping[str, Callable[[_Pair], _Told | None]] = {
+_RELATIONS: Mapping[str, Callable[[_ParameterPair], _Told | None]] = {
     "zero": _all_zero,
     "scaled": _scaled,
     "zeroed": _zeroed_lines,
@@ -253,3 +254,91 @@ _RELATIONS: Mapping[str, Callable[[_Pair], _Told | None]] = {
     "part": _in_part,
     "other": _otherwise,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """All rows, or all columns: the sums of squares and products of each; how many elements no rounding explains."""
+
+    rr: torch.Tensor
+    cr: torch.Tensor
+    cc: torch.Tensor
+    wrong: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.rr)
+
+    @property
+    def factor(self) -> torch.Tensor:
+        """What each line of the reference is best multiplied by to give the candidate's."""
+        return self.cr / self.rr.clamp(min=1e-300)
+
+    @property
+    def left(self) -> torch.Tensor:
+        """What that leaves of each line, relatively."""
+        rest = (self.cc - self.factor * self.cr).clamp(min=0)
+        return (rest / self.cc.clamp(min=1e-300)).sqrt()
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The pair's sums, by row and by column; a vector is one row."""
+
+    rows: Lines
+    columns: Lines
+    telling: float  # how many elements have a say in the factor: a few large ones outvote the rest
+    mean: float  # of the difference
+    unit: float  # the rounding of the coarser dtype
+
+    @classmethod
+    def of(cls, reference: torch.Tensor, candidate: torch.Tensor) -> Sums:
+        """Go through both tensors once."""
+        unit, tiny = _rounding(reference, candidate)
+        wanted, got = as_matrix(reference), as_matrix(candidate)
+        step = max(1, PIECE // max(1, wanted.shape[1]))
+        rows: list[torch.Tensor] = []
+        columns = torch.zeros(4, wanted.shape[1], dtype=torch.float64, device=wanted.device)
+        fourth = apart = 0.0
+        for at in range(0, len(wanted), step):
+            r = wanted[at : at + step].to(torch.float64)
+            c = got[at : at + step].to(r.device).to(torch.float64)
+            d = c - r
+            terms = torch.stack([r * r, c * r, c * c, (d.abs() > unit * r.abs() + tiny).to(torch.float64)])
+            rows.append(terms.sum(2))
+            columns += terms.sum(1)
+            fourth += float((terms[0] ** 2).sum())
+            apart += float(d.sum())
+        by_row = torch.cat(rows, 1)
+        by_column = columns.view(4, reference.shape[1], -1).sum(2) if reference.ndim > 2 else columns
+        squares = float(by_row[0].sum())
+        return cls(
+            Lines(*by_row), Lines(*by_column), squares**2 / fourth if fourth else 1.0, apart / reference.numel(), unit
+        )
+
+    @property
+    def whole(self) -> Lines:
+        """All of it as one line."""
+        lines = self.rows
+        return Lines(*(term.sum()[None] for term in (lines.rr, lines.cr, lines.cc, lines.wrong)))
+
+    @property
+    def relative(self) -> float:
+        """The relative L2 difference."""
+        whole = self.whole
+        apart = float((whole.cc - 2 * whole.cr + whole.rr).clamp(min=0))
+        return float((apart / float(whole.rr)) ** 0.5) if float(whole.rr) else float("inf")
+
+    @property
+    def cosine(self) -> float:
+        """The cosine of the two."""
+        whole = self.whole
+        size = float((whole.rr * whole.cc).sqrt())
+        return float(whole.cr) / size if size else 0.0
+
+
+def _rounding(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[float, float]:
+    dtype = coarser(reference.dtype, candidate.dtype)
+    if not dtype.is_floating_point:
+        return 0.0, 0.0
+    # Below the smallest normal number the steps no longer shrink.
+    return precision(dtype), float(torch.finfo(dtype).tiny) * precision(dtype)

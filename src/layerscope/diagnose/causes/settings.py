@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from layerscope.diagnose.causes.cause import Case, Cause, listed
-from layerscope.diagnose.causes.parameters import parts
+from layerscope.diagnose.causes.weights import parts
 from layerscope.report.writing import some
 
 _IDLE = frozenset(

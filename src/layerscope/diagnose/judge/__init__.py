@@ -2,14 +2,4 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "evidence",
-    "judging",
-    "measuring",
-    "packed",
-    "peers",
-    "proof",
-    "rows",
-    "second_look",
-    "suspects",
-]
+__all__ = ["judging", "measurement", "proof", "quantised", "rows", "suspects"]

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from layerscope.diagnose.finding import Kind
-from layerscope.diagnose.judge.measuring import Measured, rounding
+from layerscope.diagnose.judge.measurement import Distance, rounding
 
 Code = Literal["same", "patched", "other"]
 
@@ -55,7 +55,7 @@ class Judgement:
 
 
 def judge(
-    got: Measured, *, floor: Measured | None, nudged: Measured | None, code: Code, leniency: float = 1.0
+    got: Distance, *, floor: Distance | None, nudged: Distance | None, code: Code, leniency: float = 1.0
 ) -> Judgement:
     """Judge one measured value; `leniency` multiplies the limits where the floor is not known well."""
     others = [m for m in (floor, nudged) if m is not None]
@@ -97,7 +97,7 @@ def judge(
     return decided("noise", f"error {_times(ratio)} the {name_of(got.dtype)} floor", certain=False)
 
 
-def is_doubtful(got: Measured, *, floor: Measured | None, code: Code, leniency: float = 1.0) -> bool:
+def is_doubtful(got: Distance, *, floor: Distance | None, code: Code, leniency: float = 1.0) -> bool:
     """Tell whether what a nudge does could change the judgement of a value.
 
     It is not when nothing differs, nor when the error is far beyond what a unit in the last place can do: the floor has

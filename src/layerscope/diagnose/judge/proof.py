@@ -1,6 +1,7 @@
 """Prove a suspicion by intervention, and rank layers by the damage that each makes alone.
 
-    confirm(suspects, passes, final)
+    look = look_again(suspects, passes, floor)
+    confirm(suspects, passes, final, look)
     ranked(rows, passes)        # (("model.layers.7", 0.031), ...)
 
 The reference's output is put in the suspect's place and the candidate runs again: what of the final error goes? And the
@@ -14,34 +15,31 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from layerscope.diagnose.finding import Blame, Final
-from layerscope.diagnose.judge.rows import Row
-from layerscope.diagnose.judge.second_look import Look
-from layerscope.diagnose.judge.suspects import Suspect, blocks_of
-from layerscope.diagnose.replay.passes import Outputs, Passes
-from layerscope.diagnose.replay.replay import Guidance
+import torch
 
-MOST = 8  # suspects that are worth two runs each
+from layerscope.diagnose.finding import Blame, Final
+from layerscope.diagnose.judge.rows import JudgedRow
+from layerscope.diagnose.judge.suspects import Suspect, blocks_of
+from layerscope.diagnose.replay.module_hooks import Key
+from layerscope.diagnose.replay.passes import Outputs, Passes
+from layerscope.diagnose.replay.replay import Guidance, Guided, Site
+
+PROVED = 8  # suspects that are worth two runs each
+# The share of the final error that goes, and the final error that is made; None where that could not be tried.
+Proof = tuple[float | None, float | None]
 VISIBLE = 1.1  # times its floor: a final error below that has nothing to remove
 
 
-class Confirmation(NamedTuple):
-    """The share of the final error that goes, and the final error that is made; None where that could not be tried."""
-
-    removed: float | None = None
-    made: float | None = None
-
-
-def confirm(suspects: Sequence[Suspect], passes: Passes, final: Final, look: Look) -> tuple[list[Confirmation], Final]:
+def confirm(suspects: Sequence[Suspect], passes: Passes, final: Final, look: SecondLook) -> tuple[list[Proof], Final]:
     """Try each suspect, the first few of them, and all of them together."""
     names = [suspect.place for suspect in suspects]
-    proofs: list[Confirmation] = []
-    for name in names[:MOST]:
+    proofs: list[Proof] = []
+    for name in names[:PROVED]:
         theirs: Outputs = {key: outputs for key, outputs in look.outputs.items() if key[0] == name}
         made = passes.final(passes.ours, theirs) if theirs else None
-        proofs.append(Confirmation(_removed([name], passes, final), made))
-    together = proofs[0].removed if len(names) == 1 else _removed(names, passes, final)
-    return proofs + [Confirmation()] * (len(names) - len(proofs)), replace(final, removed=together)
+        proofs.append((_removed([name], passes, final), made))
+    together = proofs[0][0] if len(names) == 1 else _removed(names, passes, final)
+    return proofs + [(None, None)] * (len(names) - len(proofs)), replace(final, removed=together)
 
 
 def _removed(names: Collection[str], passes: Passes, final: Final) -> float | None:
@@ -78,7 +76,7 @@ def demoted(blames: Sequence[Blame]) -> tuple[list[Blame], list[Blame]]:
 RANKED = 128  # blocks that are tried alone
 
 
-def ranked(rows: Sequence[Row], passes: Passes) -> tuple[tuple[str, float], ...]:
+def ranked(rows: Sequence[JudgedRow], passes: Passes) -> tuple[tuple[str, float], ...]:
     """Return each block with the final error that it makes alone in the reference, worst first."""
     off = [row.judged.name for row in rows if row.judged.kind == "quantised" or row.judged.guilty]
     names = list(dict.fromkeys(next(blocks_of(name), name) for name in off))
@@ -90,3 +88,48 @@ def ranked(rows: Sequence[Row], passes: Passes) -> tuple[tuple[str, float], ...]
         if made is not None:
             damage[name] = made
     return tuple(sorted(damage.items(), key=lambda item: -item[1]))
+
+
+LOOKED_AT = 16  # suspects that are looked at
+
+
+class SecondLook(NamedTuple):
+    """What was got at the places that decided: by the candidate, by the floor, by the candidate with another seed.
+
+    `outputs` are those of the suspects' calls on the reference's input, with nothing inside them put right.
+    """
+
+    got: dict[Site, torch.Tensor]
+    floor: dict[Site, torch.Tensor]
+    again: dict[Site, torch.Tensor]
+    outputs: Outputs
+
+
+def look_again(suspects: Sequence[Suspect], passes: Passes, floor: Guided) -> SecondLook:
+    """Run the candidate once more, and a second time where a parent's own code is suspected.
+
+    Its inside is put right while its values are looked at, and left alone for its output.
+    """
+    suspects = suspects[:LOOKED_AT]
+    places = frozenset(suspect.row.place for suspect in suspects if suspect.row.place is not None)
+    leaves = frozenset(suspect.name for suspect in suspects if suspect.row.judged.leaf)
+    parents = frozenset(suspect.place for suspect in suspects) - leaves
+    guidance = Guidance(whole=leaves, keep=places, only=(), until=_calls({s.place for s in suspects}, passes))
+    first = passes.candidate(guidance)
+    outputs = dict(first.outputs)
+    if parents:
+        outputs |= passes.candidate(Guidance(whole=parents, only=(), until=_calls(parents, passes))).outputs
+    again = {}
+    if passes.seed is not None:
+        again = passes.candidate(replace(guidance, seed=passes.seed + 1)).kept
+    return SecondLook(first.kept, floor.kept, again, outputs)
+
+
+def _calls(names: Collection[str], passes: Passes) -> frozenset[Key]:
+    """Return every call of these modules: after the last of them there is nothing left to see.
+
+    With a backward pass there is, so that the run must go to its end.
+    """
+    if passes.theirs.backward:
+        return frozenset()
+    return frozenset(key for key in passes.captured.calls if key[0] in names)

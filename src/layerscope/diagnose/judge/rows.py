@@ -1,6 +1,7 @@
-"""A judgement for every call of the reference, from the measures of its places.
+"""A judgement for every call of the reference, from the measures of its places and from a look at both modules.
 
 rows = judged_rows(passes, candidate, floor, nudged)
+row = evident(row, passes)      # weights and settings that are seen to differ
 """
 
 from __future__ import annotations
@@ -9,26 +10,31 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
+from layerscope.diagnose.causes import Case
+from layerscope.diagnose.causes.settings import differing_settings
+from layerscope.diagnose.causes.weights import differing_weights, quantised_weights
 from layerscope.diagnose.finding import Judged
 from layerscope.diagnose.judge.judging import Code, Judgement, judge, worse
-from layerscope.diagnose.judge.measuring import Measured
+from layerscope.diagnose.judge.measurement import Distance, rounding
 from layerscope.diagnose.replay.module_hooks import Key
 from layerscope.diagnose.replay.passes import Passes, told
-from layerscope.diagnose.replay.replay import Guided, Place
+from layerscope.diagnose.replay.replay import Guided, Site
+from layerscope.diagnose.replay.sides import ModelSide, main_dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class JudgedRow:
     """A judged call with the place that decided it, and its measure; None where nothing was measured.
 
     `odd` tells that both models run the same code there and yet do not give the same bits.
     """
 
     judged: Judged
-    place: Place | None = None
-    measure: Measured | None = None
+    place: Site | None = None
+    measure: Distance | None = None
     odd: bool = False
 
     @property
@@ -40,35 +46,35 @@ class Row:
 def judged_rows(
     passes: Passes,
     candidate: Guided,
-    floor: Mapping[Place, Measured],
-    nudged: Mapping[Place, Measured],
+    floor: Mapping[Site, Distance],
+    nudged: Mapping[Site, Distance],
     *,
     leniency: float = 1.0,
-) -> list[Row]:
+) -> list[JudgedRow]:
     """Judge every call of the reference, in the order they began: by the worst value that its own code makes."""
-    owned: dict[Key, list[Place]] = defaultdict(list)
+    owned: dict[Key, list[Site]] = defaultdict(list)
     for place in candidate.measured:
         owned[place.owner].append(place)
     parents = {call.above for call in passes.captured.calls.values()}
-    alone = dict(passes.pairing.alone)
+    alone = passes.pairing.alone
     coarser = {
         place.into
         for place, measure in candidate.measured.items()
         if place.into is not None and place in floor and measure.rounding > floor[place].rounding
     }
-    rows: list[Row] = []
+    rows: list[JudgedRow] = []
     for key in passes.captured.calls:
         name, number = key
         counterpart = passes.pairing.names.get(name)
         base = Judged(name, number, counterpart, "unpaired", alone.get(name, ""), leaf=key not in parents)
         if name not in passes.pairing.reference:
             because = alone.get(name, "it cannot be run on the reference's values")
-            rows.append(Row(replace(base, kind="unpaired" if name in alone else "unplayed", because=because)))
+            rows.append(JudgedRow(replace(base, kind="unpaired" if name in alone else "unplayed", because=because)))
         elif candidate.raised is not None and candidate.at == key:
             because = f"it raises {told(candidate.raised)}"
-            rows.append(Row(replace(base, kind="root", because=because, where="output")))
+            rows.append(JudgedRow(replace(base, kind="root", because=because, where="output")))
         elif not owned[key]:
-            rows.append(Row(replace(base, kind="unplayed", because=_silent(candidate, key))))
+            rows.append(JudgedRow(replace(base, kind="unplayed", because=_silent(candidate, key))))
         else:
             code = code_of(name, passes)
             judgements = {
@@ -85,7 +91,9 @@ def judged_rows(
     return rows
 
 
-def _row(base: Judged, judgements: Mapping[Place, Judgement], measures: Mapping[Place, Measured], *, code: Code) -> Row:
+def _row(
+    base: Judged, judgements: Mapping[Site, Judgement], measures: Mapping[Site, Distance], *, code: Code
+) -> JudgedRow:
     place, worst = max(judgements.items(), key=lambda item: worse(item[1]))
     kind = worst.kind
     if kind == "same" and any(j.kind == "noise" for j in judgements.values()):
@@ -99,12 +107,12 @@ def _row(base: Judged, judgements: Mapping[Place, Judgement], measures: Mapping[
         floor=worst.floor,
         ratio=worst.ratio,
     )
-    return Row(judged, place, measures[place], odd=code != "other" and any(not j.certain for j in judgements.values()))
+    return JudgedRow(
+        judged, place, measures[place], odd=code != "other" and any(not j.certain for j in judgements.values())
+    )
 
 
-def _without_flips(
-    judgements: Mapping[Place, Judgement], measures: Mapping[Place, Measured]
-) -> Mapping[Place, Judgement]:
+def _without_flips(judgements: Mapping[Site, Judgement], measures: Mapping[Site, Distance]) -> Mapping[Site, Judgement]:
     """Let indices pass that flipped between scores which are themselves off by rounding."""
     floats = [j for place, j in judgements.items() if measures[place].dtype.is_floating_point and place.into is None]
     if not floats or any(j.guilty or j.certain for j in floats):
@@ -144,3 +152,44 @@ def code_of(name: str, passes: Passes) -> Code:
 def _kernel(module: nn.Module) -> object:
     """Return which of transformers' attention kernels a module runs."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def evident(row: JudgedRow, passes: Passes) -> JudgedRow:
+    """Blame a module that is within its floor when its weights or settings are seen to be others.
+
+    Both models run the same code there, and still give other bits: a factor of 1.003 is lost in bf16's rounding, but
+    not in a look at the weights.
+    """
+    if not row.odd or row.judged.guilty:
+        return row
+    case = _case(row, passes)
+    found = differing_settings(case)
+    if not _is_coarser(passes.ours, passes.theirs):  # the reference's own rounding would be found
+        found = differing_weights(case) or quantised_weights(case) or found
+    if found is None:
+        return row
+    because = f"{row.judged.because}, but not the reference's bits, and {found.because}"
+    return replace(row, judged=replace(row.judged, kind="root", because=because))
+
+
+def is_quantised(row: JudgedRow, passes: Passes) -> bool:
+    """Tell whether a module's weights lie on a grid, are codes, or are of a kind of tensor that holds codes."""
+    partner = passes.partner_of(row.judged.name)
+    for tensor in (*partner.parameters(recurse=False), *partner.buffers(recurse=False)):
+        codes = tensor.dim() > 1 and not (
+            tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+        )
+        if codes or type(tensor.data) is not torch.Tensor:
+            return True
+    return quantised_weights(_case(row, passes)) is not None
+
+
+def _is_coarser(one: ModelSide, other: ModelSide) -> bool:
+    coarse = [rounding(main_dtype(side.model) or torch.float64) for side in (one, other)]
+    return coarse[0] > coarse[1]
+
+
+def _case(row: JudgedRow, passes: Passes) -> Case:
+    name = row.judged.name
+    ours = passes.ours.modules.by_name[name]
+    return Case(name, ours, passes.partner_of(name), uncalled=passes.uncalled_in(name))

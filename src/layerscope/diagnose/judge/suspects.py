@@ -11,17 +11,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from torch import nn
 
 from layerscope.diagnose.judge.judging import judge
-from layerscope.diagnose.judge.measuring import Measured
-from layerscope.diagnose.judge.rows import Row
+from layerscope.diagnose.judge.measurement import Distance
+from layerscope.diagnose.judge.rows import JudgedRow
 from layerscope.diagnose.replay.module_hooks import Key
 from layerscope.diagnose.replay.passes import Passes
-from layerscope.diagnose.replay.replay import Guidance, Guided, Place
-from layerscope.diagnose.replay.sides import Lent, lent_weights
+from layerscope.diagnose.replay.replay import Guidance, Guided, Site
+from layerscope.diagnose.replay.sides import lent_weights
 from layerscope.points import Leaf
 
 
@@ -33,7 +34,7 @@ class Suspect:
     """
 
     name: str
-    row: Row
+    row: JudgedRow
     swapped: str | None = None
 
     @property
@@ -56,7 +57,7 @@ def _dropped(key: Key, leaf: Leaf, guided: Guided, passes: Passes) -> tuple[Key,
     return key, leaf
 
 
-def suspects_of(rows: Sequence[Row], passes: Passes, order: Sequence[Place]) -> list[Suspect]:
+def suspects_of(rows: Sequence[JudgedRow], passes: Passes, order: Sequence[Site]) -> list[Suspect]:
     """Return one suspect for each module to blame, in the order in which the wrong values were made.
 
     What raises comes last, and is not to blame where a value of another shape was handed to it.
@@ -65,14 +66,14 @@ def suspects_of(rows: Sequence[Row], passes: Passes, order: Sequence[Place]) -> 
     rows = sorted(rows, key=lambda row: turn.get(row.place, len(turn)) if row.place is not None else len(turn))
     shapeless = any(row.judged.guilty and row.measure is not None and not row.measure.shape for row in rows)
     found: dict[str, Suspect] = {}
-    blocks: dict[str, str | None] = {}
+    other = cache(partial(_other, passes=passes))
     for row in rows:
         if not row.judged.guilty or (shapeless and row.place is None):
             continue
-        block = next((b for b in blocks_of(row.judged.name) if _other(b, passes, blocks) is not None), None)
+        block = next(filter(other, blocks_of(row.judged.name)), None)
         if block is not None:
             judged = replace(row.judged, name=block, counterpart=passes.pairing.names[block], leaf=False)
-            found.setdefault(block, Suspect(block, replace(row, judged=judged), blocks[block]))
+            found.setdefault(block, Suspect(block, replace(row, judged=judged), other(block)))
             continue
         owners = _owners(row, passes)
         if owners == [row.judged.name] and _borrows(row, rows, passes):
@@ -82,7 +83,7 @@ def suspects_of(rows: Sequence[Row], passes: Passes, order: Sequence[Place]) -> 
     return list(found.values())
 
 
-def _borrows(row: Row, rows: Sequence[Row], passes: Passes) -> bool:
+def _borrows(row: JudgedRow, rows: Sequence[JudgedRow], passes: Passes) -> bool:
     """Tell whether a parent's own code is wrong only for weights it takes from a module inside that is to blame itself.
 
     A head that is tied to an embedding may use its weight without a call. With the reference's weights there, the
@@ -93,10 +94,10 @@ def _borrows(row: Row, rows: Sequence[Row], passes: Passes) -> bool:
     prefix = f"{row.judged.name}." if row.judged.name else ""
     blamed = {r.judged.name for r in rows if r.judged.guilty and r.judged.name.startswith(prefix) and r.judged.name}
     lent = [
-        Lent(theirs, key, tensor.detach().to(getattr(theirs, key).dtype))
+        (theirs, key, tensor.detach().to(getattr(theirs, key).dtype))
         for name in blamed - {row.judged.name}
         for theirs in [passes.theirs.modules.by_name[passes.pairing.names[name]]]
-        for key, tensor in _tensors(passes.ours.modules.by_name[name], recurse=False).items()
+        for key, tensor in _tensors(passes.ours.modules.by_name[name]).items()
         if isinstance(getattr(theirs, key, None), torch.Tensor) and not _equal(tensor, getattr(theirs, key))
     ]
     if not lent:
@@ -105,48 +106,35 @@ def _borrows(row: Row, rows: Sequence[Row], passes: Passes) -> bool:
         right = passes.candidate(Guidance(only=(row.place,))).measured.get(row.place)
     if right is None:
         return False
-    floor = Measured(row.judged.floor or 0.0, scale=right.scale, worst=right.worst)
+    floor = Distance(row.judged.floor or 0.0, scale=right.scale, worst=right.worst)
     return not judge(right, floor=floor, nudged=None, code="patched").guilty
 
 
-def _owners(row: Row, passes: Passes) -> list[str]:
+def _owners(row: JudgedRow, passes: Passes) -> list[str]:
     """Name the modules inside whose weights were used without a call and differ, else the module itself."""
     name = row.judged.name
-    called = {key[0] for key in passes.captured.calls}
     ours = passes.ours.modules.by_name
     theirs = passes.theirs.modules.by_name[passes.pairing.names[name]]
-    if _differ(ours[name], theirs, recurse=False):
+    if _differ(ours[name], theirs) or (row.measure is not None and not row.measure.there):
         return [name]
-    prefix = f"{name}." if name else ""
-    inner = [n for n in ours if n.startswith(prefix) and n != name and n not in called]
-    found = []
-    for other in inner:
-        partner = _submodule(theirs, other.removeprefix(prefix))
-        if partner is not None and _differ(ours[other], partner, recurse=False):
-            found.append(other)
-    return found or [name]
+    partners = dict(theirs.named_modules())
+    used = {f"{name}.{path}".lstrip("."): partners[path] for path in passes.uncalled_in(name) if path in partners}
+    return [inner for inner, partner in used.items() if _differ(ours[inner], partner)] or [name]
 
 
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def _tensors(module: nn.Module, *, recurse: bool) -> dict[str, torch.Tensor]:
+def _tensors(module: nn.Module, *, recurse: bool = False) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters(recurse=recurse)), **dict(module.named_buffers(recurse=recurse))}
 
 
-def _differ(ours: nn.Module, theirs: nn.Module, *, recurse: bool) -> bool:
-    """Tell whether any weight is not the reference's, cast to its dtype."""
-    mine, others = _tensors(ours, recurse=recurse), _tensors(theirs, recurse=recurse)
-    return any(key in others and not _equal(tensor, others[key]) for key, tensor in mine.items())
+def _differ(ours: nn.Module, theirs: nn.Module) -> bool:
+    """Tell whether any weight of its own is not the reference's, cast to its dtype."""
+    others = _tensors(theirs)
+    return any(key in others and not _equal(tensor, others[key]) for key, tensor in _tensors(ours).items())
 
 
 def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if ours.shape != theirs.shape or type(theirs.data) is not torch.Tensor:
-        return ours.shape == theirs.shape and type(theirs.data) is not torch.Tensor
+    if type(theirs.data) is not torch.Tensor:  # it holds codes
+        return ours.shape == theirs.shape
     return torch.equal(ours.detach().to(device=theirs.device, dtype=theirs.dtype), theirs.detach())
 
 
@@ -159,14 +147,8 @@ def blocks_of(name: str) -> Iterator[str]:
         yield name[: match.end()]
 
 
-def _other(block: str, passes: Passes, known: dict[str, str | None]) -> str | None:
+def _other(block: str, passes: Passes) -> str | None:
     """Return the block of the reference whose weights the candidate's holds, when they are not its own."""
-    if block not in known:
-        known[block] = _find_other(block, passes)
-    return known[block]
-
-
-def _find_other(block: str, passes: Passes) -> str | None:
     ours = passes.ours.modules.by_name
     theirs = passes.theirs.modules.by_name.get(passes.pairing.names.get(block, ""))
     if theirs is None or block not in ours or not _tensors(ours[block], recurse=True):

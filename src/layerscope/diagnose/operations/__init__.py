@@ -6,8 +6,8 @@ differences(reference, candidate, floor)[0].because      # "it multiplies by 0.3
 
 from __future__ import annotations
 
-from layerscope.diagnose.operations.differing import differences
+from layerscope.diagnose.operations.differences import differences
 from layerscope.diagnose.operations.operation import Operation
-from layerscope.diagnose.operations.tracing import Called, traced
+from layerscope.diagnose.operations.trace import Called, traced
 
 __all__ = ["Called", "Operation", "differences", "traced"]

@@ -23,12 +23,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import cast
 
 from layerscope.diagnose.causes import Cause
 from layerscope.diagnose.finding import KINDS, Blame, Finding, Judged, Kind, called
-from layerscope.diagnose.page.tree import Line, lines_of
 from layerscope.report.parts import (
     Cell,
     Column,
@@ -143,7 +142,7 @@ def _tree(finding: Finding) -> Iterator[Part]:
     )
 
 
-def _line(line: Line) -> Iterator[Cell | Value]:
+def _line(line: TreeLine) -> Iterator[Cell | Value]:
     row, tone = line.row, TONES[line.row.kind]
     yield Cell(row.name, tone if tone != "good" else "plain", text=line.text, depth=line.depth)
     yield Cell(row.kind, tone)
@@ -214,3 +213,100 @@ def _root(blame: Blame) -> dict[str, Value]:
 def _cause(cause: Cause) -> dict[str, Value]:
     evidence = cast("Mapping[str, Value]", cause.evidence)  # plain values, as a cause promises
     return {"kind": cause.kind, "because": cause.because, "evidence": evidence}
+
+
+AGREEING: tuple[Kind, ...] = ("same", "noise", "quantised")
+BY_WEIGHT: tuple[Kind, ...] = ("nonfinite", "root", "random", "unplayed", "unpaired", "quantised", "noise", "same")
+SIDE_BY_SIDE = 3  # so many neighbours that agree are one line
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLine:
+    """One line: a module, or several that agree; `row` is the worst call of all it stands for."""
+
+    depth: int
+    text: str
+    modules: int
+    row: Judged
+
+
+@dataclass(slots=True)
+class _Branch:
+    name: str
+    text: str
+    rows: list[Judged] = field(default_factory=list)
+    children: list[_Branch] = field(default_factory=list)
+
+    def all_rows(self) -> Iterator[Judged]:
+        yield from self.rows
+        for child in self.children:
+            yield from child.all_rows()
+
+    @property
+    def agrees(self) -> bool:
+        return all(row.kind in AGREEING for row in self.all_rows())
+
+
+def lines_of(rows: Sequence[Judged]) -> Iterator[TreeLine]:
+    """Draw the tree of the modules that were called, in the order they ran; the first level is always shown."""
+    for top in _branches(rows):
+        yield from _drawn(top, 0)
+
+
+def _branches(rows: Sequence[Judged]) -> list[_Branch]:
+    """Hang every module under the nearest one that contains it and was judged; a list of layers is not called."""
+    nodes: dict[str, _Branch] = {}
+    for row in rows:
+        nodes.setdefault(row.name, _Branch(row.name, called(row.name))).rows.append(row)
+    tops = []
+    for name, node in nodes.items():
+        above = _above(name, nodes)
+        if above is None:
+            tops.append(node)
+        else:
+            node.text = name[len(above) + 1 :] if above else name
+            nodes[above].children.append(node)
+    return tops
+
+
+def _above(name: str, nodes: dict[str, _Branch]) -> str | None:
+    while name:
+        name = name.rpartition(".")[0]
+        if name in nodes:
+            return name
+    return None
+
+
+def _drawn(node: _Branch, depth: int) -> Iterator[TreeLine]:
+    if depth and node.agrees and node.children:
+        yield _folded([node], depth)
+        return
+    yield TreeLine(depth, node.text, 1, min(node.rows, key=_weight))
+    alike: list[_Branch] = []
+    for child in node.children:
+        if child.agrees:
+            alike.append(child)
+            continue
+        yield from _agreeing(alike, depth + 1)
+        alike = []
+        yield from _drawn(child, depth + 1)
+    yield from _agreeing(alike, depth + 1)
+
+
+def _agreeing(nodes: Sequence[_Branch], depth: int) -> Iterator[TreeLine]:
+    if len(nodes) >= SIDE_BY_SIDE:
+        yield _folded(nodes, depth)
+    else:
+        for node in nodes:
+            yield from _drawn(node, depth)
+
+
+def _folded(nodes: Sequence[_Branch], depth: int) -> TreeLine:
+    rows = [row for node in nodes for row in node.all_rows()]
+    text = nodes[0].text if len(nodes) == 1 else f"{nodes[0].text} … {nodes[-1].text}"
+    return TreeLine(depth, text, len({row.name for row in rows}), min(rows, key=_weight))
+
+
+def _weight(row: Judged) -> tuple[int, float]:
+    ratio = row.ratio if row.ratio is not None and not math.isnan(row.ratio) else -1.0
+    return BY_WEIGHT.index(row.kind), -ratio

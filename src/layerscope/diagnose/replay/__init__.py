@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-__all__ = ["backwards", "capture", "module_hooks", "pairing", "passes", "replay", "sides", "state"]
+__all__ = ["capture", "gradients", "module_hooks", "passes", "replay", "sides"]

@@ -17,14 +17,15 @@ import torch
 from torch import nn
 
 from layerscope.checks import rows_kept
-from layerscope.diagnose.replay.module_hooks import Frame, Gradients, Key, boundary, reseed, visiting
+from layerscope.diagnose.replay.gradients import Gradients, boundary
+from layerscope.diagnose.replay.module_hooks import Key, ModuleCall, reseed, visiting
 from layerscope.points import Leaf
 from layerscope.runtimes.eager import modules_of
 from layerscope.runtimes.values import argument_leaves, leaves, replaced
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldTensor:
     """One tensor as it was when it passed."""
 
     tensor: torch.Tensor
@@ -42,8 +43,8 @@ class Call:
 
     key: Key
     above: Key | None
-    inputs: dict[Leaf, Held] = field(default_factory=dict)
-    outputs: dict[Leaf, Held] = field(default_factory=dict)
+    inputs: dict[Leaf, HeldTensor] = field(default_factory=dict)
+    outputs: dict[Leaf, HeldTensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +111,7 @@ def _once(model: nn.Module, run: Callable[[], Any], seen: _Capturing) -> Capture
     return Captured(seen.calls, output, seen.gradients)
 
 
-def _all(calls: Iterable[Call]) -> Iterable[tuple[Key, str, Leaf, Held]]:
+def _all(calls: Iterable[Call]) -> Iterable[tuple[Key, str, Leaf, HeldTensor]]:
     for call in calls:
         for leaf, held in call.inputs.items():
             yield call.key, "input", leaf, held
@@ -134,9 +135,9 @@ class _Capturing:
         self.gradients = Gradients() if backward else None
         self.copied = copied
         self.left = budget
-        self.known: dict[int, Held] = {}
+        self.known: dict[int, HeldTensor] = {}
 
-    def enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def enter(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         reseed(self.seed, frame.key)
         call = Call(frame.key, frame.above.key if frame.above else None)
         self.calls[frame.key] = call
@@ -146,7 +147,7 @@ class _Capturing:
             return None
         return self.bounded(args, (frame.key, "input")), self.bounded(kwargs, (frame.key, "input"))
 
-    def leave(self, frame: Frame, value: Any) -> Any:
+    def leave(self, frame: ModuleCall, value: Any) -> Any:
         call = self.calls[frame.key]
         for leaf, tensor in leaves(value):
             call.outputs[leaf] = self.hold(tensor, (frame.key, "output", leaf))
@@ -157,22 +158,22 @@ class _Capturing:
         assert gradients is not None
 
         def follow(leaf: Leaf, tensor: torch.Tensor) -> torch.Tensor:
-            return boundary(tensor, tensor, lambda grad: gradients.keep((*at, leaf), grad))
+            return boundary(tensor, lambda grad: gradients.keep((*at, leaf), grad))
 
         return replaced(value, follow)
 
-    def hold(self, tensor: torch.Tensor, at: tuple[Key, str, Leaf]) -> Held:
+    def hold(self, tensor: torch.Tensor, at: tuple[Key, str, Leaf]) -> HeldTensor:
         tensor = tensor.detach()
         if at in self.copied or tensor.is_inference():
-            return Held(tensor.clone(), -1)
+            return HeldTensor(tensor.clone(), -1)
         known = self.known.get(tensor.data_ptr())
         if known is not None and _same(known.tensor, tensor) and not known.stale:
             return known
         if self.left is not None and tensor.device.type != "cpu":
             self.left -= tensor.nbytes
             if self.left < 0:
-                return Held(tensor.to("cpu"), -1)
-        held = self.known[tensor.data_ptr()] = Held(tensor, tensor._version)
+                return HeldTensor(tensor.to("cpu"), -1)
+        held = self.known[tensor.data_ptr()] = HeldTensor(tensor, tensor._version)
         return held
 
 

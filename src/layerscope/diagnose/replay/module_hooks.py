@@ -2,11 +2,9 @@
 
     with visiting({"layers.0": model.layers[0]}, visitor):
         model(x)
-    boundary(got, wanted, lambda gradient: wanted_gradient)
 
 Ours is the first hook to see a module's arguments and the last to see its output, so that whatever the user's own hooks
-do lies in between and counts as the module's. At a boundary, `wanted` goes on instead of `got`; backwards, the gradient
-that arrives is looked at, and the one that the call returns goes on to whatever made `got`.
+do lies in between and counts as the module's.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,18 +20,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from layerscope.points import Leaf
-
 Key = tuple[str, int]  # a module's name, and which of its calls
 
 
 @dataclass(slots=True, eq=False)
-class Frame:
+class ModuleCall:
     """One call under way, and the one around it."""
 
     name: str
     call: int
-    above: Frame | None
+    above: ModuleCall | None
 
     @property
     def key(self) -> Key:
@@ -44,10 +40,10 @@ class Frame:
 class Visitor(Protocol):
     """What is done at each module; None leaves a value as it is."""
 
-    def enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def enter(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """See the arguments, and put others in their place."""
 
-    def leave(self, frame: Frame, value: Any) -> Any:
+    def leave(self, frame: ModuleCall, value: Any) -> Any:
         """See the output, and put another in its place."""
 
 
@@ -58,17 +54,17 @@ def reseed(seed: int | None, key: Key) -> None:
 
 
 @contextmanager
-def visiting(modules: Mapping[str, nn.Module], visitor: Visitor) -> Iterator[list[Frame]]:
+def visiting(modules: Mapping[str, nn.Module], visitor: Visitor) -> Iterator[list[ModuleCall]]:
     """Call the visitor at every call of these modules until the block ends.
 
     What is handed out are the calls under way, outermost first: after an exception, where it was raised.
     """
-    under_way: list[Frame] = []
+    under_way: list[ModuleCall] = []
     counts: Counter[str] = Counter()
 
     def attach(name: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            frame = Frame(name, counts[name], under_way[-1] if under_way else None)
+            frame = ModuleCall(name, counts[name], under_way[-1] if under_way else None)
             counts[name] += 1
             under_way.append(frame)
             return visitor.enter(frame, args, kwargs)
@@ -87,50 +83,3 @@ def visiting(modules: Mapping[str, nn.Module], visitor: Visitor) -> Iterator[lis
         for name, module in modules.items():
             attach(name, module)
         yield under_way
-
-
-Passing = tuple[tuple[str, int], str, Leaf]  # a call, a side, a leaf
-
-
-class Gradients:
-    """The gradients that passed each place of a forward, added up where a value was used more than once."""
-
-    def __init__(self) -> None:
-        self.at: dict[Passing, torch.Tensor] = {}
-        self.parameters: dict[tuple[str, str], torch.Tensor] = {}  # by module and name
-
-    def keep(self, place: Passing, gradient: torch.Tensor) -> torch.Tensor:
-        """Keep a gradient and let it pass."""
-        known = self.at.get(place)
-        self.at[place] = gradient.detach() if known is None else known + gradient.detach()
-        return gradient
-
-    def take_parameters(self, modules: Mapping[str, nn.Module]) -> None:
-        """Keep what the backward pass left on the parameters."""
-        for name, module in modules.items():
-            for key, parameter in module.named_parameters(recurse=False):
-                if parameter.grad is not None:
-                    self.parameters[name, key] = parameter.grad.detach().clone()
-
-
-def boundary(got: torch.Tensor, wanted: torch.Tensor, passing: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return `wanted` with the history of `got`; where nothing flows back, `wanted` alone."""
-    if not (got.requires_grad and torch.is_grad_enabled()):
-        return wanted
-    return _Boundary.apply(got, wanted.detach(), passing)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Boundary(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, got: torch.Tensor, wanted: torch.Tensor, passing: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
-        ctx.passing = passing
-        ctx.kind = got.dtype, got.device, got.shape
-        return wanted.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        dtype, device, shape = ctx.kind
-        passed = ctx.passing(grads[0])
-        return passed.to(dtype=dtype, device=device).reshape(shape), None, None

@@ -1,7 +1,10 @@
 """Every run of the two models that a diagnosis takes, each from the same state and the same random numbers.
 
-passes = Passes.begin(reference, candidate, restore, rules=())
-passes.candidate(); passes.floor()
+    passes = Passes.begin(reference, candidate, restore, rules=())
+    passes.candidate(); passes.floor()
+
+Modules are paired as points of runs are: by declared rule, by name, by what a name means, by order and shape
+(`compare/alignment.py`). What finds no partner is judged through the module around it.
 """
 
 from __future__ import annotations
@@ -10,20 +13,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from layerscope.checks import mask_of
+from layerscope.compare.alignment import Seen, align
 from layerscope.compare.rules import Rule
-from layerscope.diagnose.judge.measuring import measured, rounding
+from layerscope.diagnose.judge.measurement import measured, rounding
 from layerscope.diagnose.replay.capture import Captured, capture
-from layerscope.diagnose.replay.module_hooks import Frame, Key, reseed, visiting
-from layerscope.diagnose.replay.pairing import Pairing, Part, pair
-from layerscope.diagnose.replay.replay import Guidance, Guided, Nudge, Place, cast, guide
-from layerscope.diagnose.replay.sides import LOWERED, Casting, Side, cast_weights, casting_of, castings, main_dtype
+from layerscope.diagnose.replay.module_hooks import Key, ModuleCall, reseed, visiting
+from layerscope.diagnose.replay.replay import Guidance, Guided, ModulePart, Nudge, Site, cast, guide
+from layerscope.diagnose.replay.sides import LOWERED, Casting, ModelSide, cast_weights, casting_of, castings, main_dtype
 from layerscope.errors import BadModel, LayerscopeError
-from layerscope.points import Leaf
+from layerscope.points import Leaf, Point
 from layerscope.runtimes.eager import compiled_parts
 from layerscope.runtimes.state import RandomState
 from layerscope.runtimes.values import leaves, replaced
@@ -43,8 +47,8 @@ class Passes:
     the candidate draws random numbers. `lowered` is the dtype that it computes in under autocast.
     """
 
-    ours: Side
-    theirs: Side
+    ours: ModelSide
+    theirs: ModelSide
     restore: Callable[[], None]
     captured: Captured
     pairing: Pairing
@@ -57,7 +61,7 @@ class Passes:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, ours: Side, theirs: Side, restore: Callable[[], None], *, rules: Sequence[Rule]) -> Passes:
+    def begin(cls, ours: ModelSide, theirs: ModelSide, restore: Callable[[], None], *, rules: Sequence[Rule]) -> Passes:
         """Run each model once by itself, and pair their modules."""
         random = RandomState()
         capturing = partial(
@@ -123,7 +127,7 @@ class Passes:
     # Unguided
 
     def final(
-        self, side: Side, outputs: Outputs | None = None, *, run: Callable[[], Any] | None = None
+        self, side: ModelSide, outputs: Outputs | None = None, *, run: Callable[[], Any] | None = None
     ) -> float | None:
         """Run a model with the outputs of some calls replaced and return its final error; None where it raises.
 
@@ -175,6 +179,21 @@ class Passes:
         """Whether the candidate computes in other dtypes than the reference."""
         return bool(self.castings) or self.lowered is not None
 
+    def partner_of(self, name: str) -> nn.Module:
+        """Return the candidate's module; one that is never called has the place in its parent's partner."""
+        inner: list[str] = []
+        while name not in self.pairing.names:
+            name, _, last = name.rpartition(".")
+            inner.insert(0, last)
+        return self.theirs.modules.by_name[self.pairing.names[name]].get_submodule(".".join(inner))
+
+    def uncalled_in(self, name: str) -> tuple[str, ...]:
+        """Return the modules inside that never ran by themselves: their weights are the own code's."""
+        called = {key[0] for key in self.captured.calls}
+        prefix = f"{name}." if name else ""
+        inside = (other for other in self.ours.modules.by_name if other.startswith(prefix) and other not in called)
+        return tuple(other.removeprefix(prefix) for other in inside)
+
     def learn(self, guided: Guided) -> None:
         """Note whether the candidate computes in a coarser dtype than its weights have: it runs under autocast.
 
@@ -191,8 +210,8 @@ class Passes:
 
     def _guide(
         self,
-        side: Side,
-        partners: Mapping[str, tuple[Part, ...]],
+        side: ModelSide,
+        partners: Mapping[str, tuple[ModulePart, ...]],
         guidance: Guidance | None,
         *,
         as_theirs: bool = False,
@@ -210,7 +229,7 @@ class Passes:
         return guided
 
     def _measure_parameters(
-        self, guided: Guided, side: Side, partners: Mapping[str, tuple[Part, ...]], guidance: Guidance
+        self, guided: Guided, side: ModelSide, partners: Mapping[str, tuple[ModulePart, ...]], guidance: Guidance
     ) -> None:
         """Measure the gradients of parameters: each module's came from the reference's values on both sides."""
         assert self.captured.gradients is not None
@@ -219,7 +238,7 @@ class Passes:
                 continue
             for key, parameter in side.modules.by_name[own].named_parameters(recurse=False):
                 wanted = self.captured.gradients.parameters.get((part.reference, key))
-                place = Place((part.reference, 0), None, ("parameter", key), gradient=True)
+                place = Site((part.reference, 0), None, ("parameter", key), gradient=True)
                 reached = any(name == part.reference for name, _ in guided.reached)
                 if wanted is None or not (reached and parameter.requires_grad) or wanted.shape != parameter.shape:
                     continue
@@ -245,10 +264,10 @@ class _Swap:
         self.names = names
         self.seed = seed
 
-    def enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         reseed(self.seed, (self.names[frame.name], frame.call))
 
-    def leave(self, frame: Frame, value: Any) -> Any:
+    def leave(self, frame: ModuleCall, value: Any) -> Any:
         others = self.outputs.get((self.names[frame.name], frame.call))
         if others is None:
             return None
@@ -261,15 +280,15 @@ class _Shapes:
     def __init__(self) -> None:
         self.seen: dict[str, tuple[int, ...] | None] = {}
 
-    def enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.seen.setdefault(frame.name, None)
 
-    def leave(self, frame: Frame, value: Any) -> None:
+    def leave(self, frame: ModuleCall, value: Any) -> None:
         if self.seen[frame.name] is None:
             self.seen[frame.name] = next((tuple(tensor.shape) for _, tensor in leaves(value)), None)
 
 
-def _shapes(side: Side) -> tuple[dict[str, tuple[int, ...] | None], Any, Exception | None]:
+def _shapes(side: ModelSide) -> tuple[dict[str, tuple[int, ...] | None], Any, Exception | None]:
     """Run a model and note which modules ran; after an exception, those it did not reach count as if they had."""
     shapes = _Shapes()
     try:
@@ -280,7 +299,7 @@ def _shapes(side: Side) -> tuple[dict[str, tuple[int, ...] | None], Any, Excepti
     return shapes.seen, output, None
 
 
-def _budget(ours: Side, theirs: Side) -> int:
+def _budget(ours: ModelSide, theirs: ModelSide) -> int:
     """Return how many bytes of a device may be held: a quarter of what the weights take, and some for small models."""
     weights = sum(tensor.nbytes for side in (ours, theirs) for tensor in side.model.parameters())
     return max(weights // 4, 256 << 20)
@@ -290,3 +309,37 @@ def told(error: BaseException) -> str:
     """Return an error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+class Pairing(NamedTuple):
+    """The candidate's modules with their partners; the reference's with themselves, cut alike; and who has none."""
+
+    candidate: dict[str, tuple[ModulePart, ...]]
+    reference: dict[str, tuple[ModulePart, ...]]
+    names: dict[str, str]  # of the reference's modules in the candidate
+    alone: dict[str, str]  # the reference's modules without a partner, with the reason
+
+
+def pair(
+    reference: Mapping[str, tuple[int, ...] | None],
+    candidate: Mapping[str, tuple[int, ...] | None],
+    *,
+    rules: Sequence[Rule] = (),
+) -> Pairing:
+    """Pair the modules of two models that have run; each is given with the shape of its first output."""
+    sides = [[Seen(Point(name), shape, 1) for name, shape in side.items()] for side in (reference, candidate)]
+    alignment = align(*sides, rules=rules)
+    parts: dict[str, list[ModulePart]] = {}
+    cuts: dict[str, list[ModulePart]] = {}
+    names: dict[str, str] = {}
+    for found in alignment.pairs:
+        ours, theirs = found.reference.name, found.candidate.name
+        parts.setdefault(theirs, []).append(ModulePart(ours, found.reference_cut, found.candidate_cut))
+        cuts.setdefault(ours, []).append(ModulePart(ours, found.reference_cut, found.reference_cut))
+        names.setdefault(ours, theirs)
+    return Pairing(
+        {name: tuple(each) for name, each in parts.items()},
+        {name: tuple(each) for name, each in cuts.items()},
+        names,
+        {point.name: why for point, why in alignment.only_reference},
+    )

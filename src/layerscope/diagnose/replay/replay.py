@@ -1,7 +1,7 @@
 """Run a model on the reference's values, module by module, and measure what each makes of them.
 
     guided = guide(candidate, run, captured, partners)
-    guided.measured[Place(("model.layers.0.mlp", 0))].error
+    guided.measured[Site(("model.layers.0.mlp", 0))].error
 
 Whatever a module is handed is measured, then replaced by what the reference handed its own: a difference there was made
 by the code around it. Whatever it gives is measured, then replaced by what the reference's gave: a difference there was
@@ -20,17 +20,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerscope.diagnose.judge.measuring import MASKED, Measured, bits, measured
+from layerscope.diagnose.judge.measurement import MASKED, Distance, bits, measured
 from layerscope.diagnose.operations import Called, traced
-from layerscope.diagnose.replay.backwards import Backwards
-from layerscope.diagnose.replay.capture import Call, Captured, Held
-from layerscope.diagnose.replay.module_hooks import Frame, Key, reseed, visiting
-from layerscope.diagnose.replay.pairing import Part
+from layerscope.diagnose.replay.capture import Call, Captured, HeldTensor
+from layerscope.diagnose.replay.gradients import Backwards
+from layerscope.diagnose.replay.module_hooks import Key, ModuleCall, reseed, visiting
 from layerscope.points import Leaf, leaf_text
 from layerscope.runtimes.values import argument_leaves, leaves, replaced
 
+Cut = tuple[int, int]
 
-class Place(NamedTuple):
+
+class ModulePart(NamedTuple):
+    """The reference's module that a module is, or is one part of; cuts are along the last axis of the output."""
+
+    reference: str
+    reference_cut: Cut | None = None
+    own_cut: Cut | None = None
+
+
+class Site(NamedTuple):
     """A value that the own code of one call makes: its output, or what it hands to a call inside it (`into`).
 
     `gradient` is for what comes back; its leaf begins with `input`, `output` or `parameter`.
@@ -65,8 +74,8 @@ class Guided:
     a call and this model's did not.
     """
 
-    measured: dict[Place, Measured] = field(default_factory=dict)
-    kept: dict[Place, torch.Tensor] = field(default_factory=dict)
+    measured: dict[Site, Distance] = field(default_factory=dict)
+    kept: dict[Site, torch.Tensor] = field(default_factory=dict)
     outputs: dict[Key, dict[Leaf, torch.Tensor]] = field(default_factory=dict)
     missing: dict[Key, list[Leaf]] = field(default_factory=dict)
     raised: BaseException | None = None
@@ -91,10 +100,10 @@ class Guidance:
     whole: Collection[str] = ()
     again: int | None = None
     every: int = 1
-    only: Collection[Place] | None = None
-    known: Mapping[Place, Measured] = field(default_factory=dict)
+    only: Collection[Site] | None = None
+    known: Mapping[Site, Distance] = field(default_factory=dict)
     seed: int | None = None
-    keep: Collection[Place] = ()
+    keep: Collection[Site] = ()
     trace: Key | None = None
     supplied: Collection[tuple[Key, Leaf]] = ()
     until: Collection[Key] = ()
@@ -107,7 +116,7 @@ def guide(
     modules: Mapping[str, nn.Module],
     run: Callable[[], Any],
     captured: Captured,
-    partners: Mapping[str, tuple[Part, ...]],
+    partners: Mapping[str, tuple[ModulePart, ...]],
     guidance: Guidance | None = None,
 ) -> Guided:
     """Run a model once, guided by what was captured; what it raises is kept, with the call it came from."""
@@ -140,33 +149,33 @@ class _Enough(BaseException):
 class _Guiding:
     """The visitor that puts the reference's values in."""
 
-    def __init__(self, captured: Captured, partners: Mapping[str, tuple[Part, ...]], guidance: Guidance) -> None:
+    def __init__(self, captured: Captured, partners: Mapping[str, tuple[ModulePart, ...]], guidance: Guidance) -> None:
         self.captured = captured
         self.partners = partners
         self.guidance = guidance
         self.result = Guided()
-        self.under_way: list[Frame] = []
+        self.under_way: list[ModuleCall] = []
         self.busy = False
         self.spare = SPARE
         self.backwards = None if captured.gradients is None else Backwards(captured.gradients, self.measure)
         self.waiting = set(guidance.until)
         self.nudge = None if guidance.again is None else Nudge(guidance.again, every=guidance.every)
 
-    def key(self, frame: Frame) -> Key:
+    def key(self, frame: ModuleCall) -> Key:
         return self.partners[frame.name][0].reference, frame.call
 
     def is_traced(self) -> bool:
         """Whether the own code of the call to be traced is running, and not ours."""
         return not self.busy and bool(self.under_way) and self.key(self.under_way[-1]) == self.guidance.trace
 
-    def enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def enter(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         self.busy = True
         try:
             return self.entered(frame, args, kwargs)
         finally:
             self.busy = False
 
-    def leave(self, frame: Frame, value: Any) -> Any:
+    def leave(self, frame: ModuleCall, value: Any) -> Any:
         self.busy = True
         try:
             value = self.left(frame, value)
@@ -178,7 +187,7 @@ class _Guiding:
                 raise _Enough
         return value
 
-    def entered(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def entered(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         key = self.key(frame)
         self.result.entered.add(key)
         reseed(self.guidance.seed, key)
@@ -191,7 +200,7 @@ class _Guiding:
         def put(leaf: Leaf, own: torch.Tensor) -> torch.Tensor:
             if leaf not in pairs:
                 return own
-            place = Place(owner, key, pairs[leaf])
+            place = Site(owner, key, pairs[leaf])
             wanted = call.inputs[pairs[leaf]].tensor
             self.measure(place, wanted, own)
             passing = (key, "input", pairs[leaf])
@@ -199,7 +208,7 @@ class _Guiding:
             if self.backwards is None or value.shape != own.shape:
                 return value
             # What comes back through an argument has passed this module.
-            back = Place(key, None, ("input", *pairs[leaf]), gradient=True)
+            back = Site(key, None, ("input", *pairs[leaf]), gradient=True)
             return self.backwards.hand(frame.key, passing, own, value, place=back)
 
         args, kwargs = replaced(args, put), replaced(kwargs, put)
@@ -210,8 +219,8 @@ class _Guiding:
         for leaf in missing:
             if like is None or (key, leaf) not in self.guidance.supplied:
                 continue
-            place, value = Place(owner, key, leaf), call.inputs[leaf].tensor
-            self.result.measured[place] = Measured(math.inf, shape=False, there=False, dtype=value.dtype)
+            place, value = Site(owner, key, leaf), call.inputs[leaf].tensor
+            self.result.measured[place] = Distance(math.inf, shape=False, there=False, dtype=value.dtype)
             value = value.to(like.device)
             value = cast(value, like=value.to(like.dtype) if value.is_floating_point() else value)
             at = leaf[0]
@@ -221,7 +230,7 @@ class _Guiding:
                 kwargs = {**kwargs, at: value}
         return args, kwargs
 
-    def left(self, frame: Frame, value: Any) -> Any:
+    def left(self, frame: ModuleCall, value: Any) -> Any:
         key = self.key(frame)
         parts = [(part, self.captured.calls.get((part.reference, frame.call))) for part in self.partners[frame.name]]
         if parts[0][1] is None or self.is_inside(frame):
@@ -239,7 +248,7 @@ class _Guiding:
             if len(pieces) < len(parts):
                 return tensor
             for (part, _), wanted in zip(parts, pieces, strict=True):
-                place = Place((part.reference, frame.call), None, pairs[leaf], part.reference_cut)
+                place = Site((part.reference, frame.call), None, pairs[leaf], part.reference_cut)
                 got = tensor if part.own_cut is None else tensor[..., slice(*part.own_cut)]
                 self.measure(place, wanted, got)
             value = cast(pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1), like=tensor, nudge=self.nudge)
@@ -247,13 +256,13 @@ class _Guiding:
                 return value
             passing = (key, "output", pairs[leaf])
             # What comes back to an output has passed the code around this module.
-            back = Place(owner, key, ("output", *pairs[leaf]), gradient=True) if owner else None
-            lost = Place(key, None, ("lost", *pairs[leaf]), gradient=True)
+            back = Site(owner, key, ("output", *pairs[leaf]), gradient=True) if owner else None
+            lost = Site(key, None, ("lost", *pairs[leaf]), gradient=True)
             return self.backwards.give(frame.key, passing, tensor, value, place=back, lost=lost)
 
         return replaced(value, put)
 
-    def is_inside(self, frame: Frame) -> bool:
+    def is_inside(self, frame: ModuleCall) -> bool:
         whole, above = self.guidance.whole, frame.above
         while whole and above is not None:
             if self.key(above)[0] in whole:
@@ -261,7 +270,7 @@ class _Guiding:
             above = above.above
         return False
 
-    def measure(self, place: Place, wanted: torch.Tensor, got: torch.Tensor) -> None:
+    def measure(self, place: Site, wanted: torch.Tensor, got: torch.Tensor) -> None:
         if place in self.guidance.keep:
             self.result.kept[place] = got.detach().clone()
         if self.guidance.only is not None and place not in self.guidance.only:
@@ -289,7 +298,7 @@ def _is_none(leaf: Leaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return kwargs.get(at) is None if isinstance(at, str) else at < len(args) and args[at] is None
 
 
-def paired(own: Iterable[tuple[Leaf, torch.Tensor]], reference: Mapping[Leaf, Held]) -> dict[Leaf, Leaf]:
+def paired(own: Iterable[tuple[Leaf, torch.Tensor]], reference: Mapping[Leaf, HeldTensor]) -> dict[Leaf, Leaf]:
     """Tell which of the reference's leaves each of one's own is: by its path, else the next of its kind and size."""
     found: dict[Leaf, Leaf] = {}
     rest: list[tuple[Leaf, torch.Tensor]] = []
@@ -317,7 +326,7 @@ def _fits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return _alike(a, b) and a.numel() == b.numel() and a.shape[-1:] == b.shape[-1:]
 
 
-def _piece(part: Part, call: Call | None, leaf: Leaf) -> torch.Tensor | None:
+def _piece(part: ModulePart, call: Call | None, leaf: Leaf) -> torch.Tensor | None:
     if call is None or leaf not in call.outputs:
         return None
     tensor = call.outputs[leaf].tensor

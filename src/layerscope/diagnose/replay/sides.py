@@ -1,6 +1,6 @@
 """The two models, each with its inputs in its own dtype and on its own device, and the reference in the other's dtypes.
 
-side = Side.of(model, inputs)
+side = ModelSide.of(model, inputs)
 side.run()
 """
 
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from layerscope.diagnose.judge.measuring import rounding
+from layerscope.diagnose.judge.measurement import rounding
 from layerscope.errors import BadModel
 from layerscope.models.inputs import Inputs
 from layerscope.runtimes.eager import Modules, modules_of
@@ -25,7 +25,7 @@ from layerscope.runtimes.values import leaves, replaced
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ModelSide:
     """One model and how to run it: as it was given, with its own inputs, with or without a backward pass."""
 
     model: nn.Module
@@ -34,7 +34,7 @@ class Side:
     backward: bool
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: object, *, backward: bool = False) -> Side:
+    def of(cls, model: nn.Module, inputs: object, *, backward: bool = False) -> ModelSide:
         """Take a model with a dict of keyword arguments, a tuple of positional ones, or one tensor."""
         return cls(model, Inputs.of(inputs), modules_of(model), backward)
 
@@ -124,13 +124,7 @@ def _device(model: nn.Module) -> torch.device | None:
     return None if first is None else first.device
 
 
-class Casting(NamedTuple):
-    """A tensor of the reference that has another dtype in the candidate."""
-
-    module: nn.Module
-    key: str
-    tensor: torch.Tensor
-    dtype: torch.dtype
+Casting = tuple[nn.Module, str, torch.dtype]  # what a module holds under a name, to be cast
 
 
 def castings(
@@ -148,7 +142,7 @@ def castings(
                 other = getattr(partner, key, None)
                 dtype = other.dtype if isinstance(other, torch.Tensor) and other.is_floating_point() else default
                 if dtype is not None and dtype != tensor.dtype:
-                    found.append(Casting(module, key, tensor, dtype))
+                    found.append((module, key, dtype))
     return found
 
 
@@ -166,24 +160,17 @@ def cast_weights(
     `nudge` moves those that become more exact than they were, by as much as they had been rounded.
     """
     made: dict[int, torch.Tensor] = {}
-    for _, _, tensor, dtype in which:
+    for module, key, dtype in which:
+        tensor = getattr(module, key)
         if id(tensor) not in made:
             made[id(tensor)] = _cast(tensor, dtype, nudge)
-    with lent_weights([Lent(module, key, made[id(tensor)]) for module, key, tensor, _ in which]):
+    with lent_weights([(module, key, made[id(getattr(module, key))]) for module, key, _ in which]):
         yield
 
 
-class Lent(NamedTuple):
-    """A tensor for a module to hold in the place of its own."""
-
-    module: nn.Module
-    key: str
-    tensor: torch.Tensor
-
-
 @contextmanager
-def lent_weights(which: Sequence[Lent]) -> Iterator[None]:
-    """Let modules hold other tensors for a while; their own come back at the end."""
+def lent_weights(which: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
+    """Let modules hold other tensors under these names for a while; their own come back at the end."""
     made: dict[int, torch.Tensor] = {}
     with ExitStack() as stack:
         for module, key, tensor in which:

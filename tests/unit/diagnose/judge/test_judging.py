@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from layerscope.diagnose.judge.judging import LIMITS, judge
-from layerscope.diagnose.judge.measuring import Measured, rounding
+from layerscope.diagnose.judge.measurement import Distance, rounding
 
-FLOOR = Measured(
+FLOOR = Distance(
     2e-3, worst=0.02, peak=4.0, digest=1, count=4096, dtype=torch.bfloat16, rounding=rounding(torch.bfloat16)
 )
 
@@ -26,7 +26,7 @@ def test_the_bits_of_the_floor_need_no_threshold():
 
 
 def test_equal_values_are_the_same():
-    assert judge(Measured(0.0), floor=None, nudged=None, code="same").kind == "same"
+    assert judge(Distance(0.0), floor=None, nudged=None, code="same").kind == "same"
 
 
 @pytest.mark.parametrize("code", LIMITS)
@@ -61,16 +61,16 @@ def test_one_value_far_off_is_found_that_the_norm_hides():
 
 
 def test_rounding_of_the_largest_value_is_not_far_off():
-    exact = Measured(0.0, digest=1, count=4096, dtype=torch.bfloat16)
+    exact = Distance(0.0, digest=1, count=4096, dtype=torch.bfloat16)
     cast = replace(FLOOR, error=rounding(torch.bfloat16), worst=0.03, peak=8.0, digest=2)
     assert judge(cast, floor=exact, nudged=None, code="same").kind == "noise"
     assert judge(replace(cast, worst=0.5), floor=exact, nudged=None, code="same").kind == "root"
 
 
 def test_sums_in_another_order_are_noise_in_float32():
-    got = Measured(3e-6, digest=2, count=4096)
-    assert judge(got, floor=None, nudged=Measured(6e-8), code="same").kind == "noise"
-    assert judge(replace(got, error=3e-5), floor=None, nudged=Measured(6e-8), code="same").kind == "root"
+    got = Distance(3e-6, digest=2, count=4096)
+    assert judge(got, floor=None, nudged=Distance(6e-8), code="same").kind == "noise"
+    assert judge(replace(got, error=3e-5), floor=None, nudged=Distance(6e-8), code="same").kind == "root"
 
 
 def test_values_that_are_not_finite_are_told_from_those_that_the_dtype_makes_so():
@@ -84,7 +84,7 @@ def test_another_shape_is_a_fault():
 
 
 def test_indices_that_flip_as_with_rounding_are_noise():
-    ids = Measured(0.01, changed=0.01, digest=1, count=100, dtype=torch.int64)
+    ids = Distance(0.01, changed=0.01, digest=1, count=100, dtype=torch.int64)
     got = replace(ids, digest=2)
     assert judge(got, floor=ids, nudged=None, code="same").kind == "noise"
     assert judge(replace(got, changed=0.1), floor=ids, nudged=None, code="same").kind == "root"

@@ -3,7 +3,7 @@
 import pytest
 
 from layerscope.diagnose.finding import KINDS, Judged
-from layerscope.diagnose.page.tree import AGREEING, BY_WEIGHT, lines_of
+from layerscope.diagnose.page.document import AGREEING, BY_WEIGHT, lines_of
 
 
 def rows(**kinds):

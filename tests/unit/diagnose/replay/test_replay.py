@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from layerscope.diagnose.replay.capture import capture
-from layerscope.diagnose.replay.pairing import pair
-from layerscope.diagnose.replay.replay import Guidance, Nudge, Place, cast, guide
+from layerscope.diagnose.replay.passes import pair
+from layerscope.diagnose.replay.replay import Guidance, Nudge, Site, cast, guide
 
 
 class Pair(nn.Module):
@@ -58,7 +58,7 @@ def test_a_changed_layer_is_seen_at_its_own_output_alone():
 def test_code_between_two_layers_is_seen_at_what_it_hands_on():
     result = guided(Pair(between=2.0))
     assert wrong(result) == {"input[0] of second"}
-    place = Place(("", 0), ("second", 0), (0,))
+    place = Site(("", 0), ("second", 0), (0,))
     assert result.measured[place].scale == pytest.approx(2.0)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerscope.diagnose.replay.sides import LOSS_SCALE, Side, cast_weights, castings, loss_of, main_dtype
+from layerscope.diagnose.replay.sides import LOSS_SCALE, ModelSide, cast_weights, castings, loss_of, main_dtype
 from layerscope.errors import BadModel
 from layerscope.runtimes.eager import modules_of
 
@@ -35,7 +35,7 @@ class Takes(nn.Module):
 )
 def test_inputs_are_cast_to_the_models_dtype_and_the_callers_stay(inputs):
     model = Takes().to(torch.bfloat16)
-    output = Side.of(model, inputs).run()
+    output = ModelSide.of(model, inputs).run()
     assert output.dtype == torch.bfloat16
     given = inputs["x"] if isinstance(inputs, dict) else inputs[0] if isinstance(inputs, tuple) else inputs
     assert given.dtype == torch.float32
@@ -44,7 +44,7 @@ def test_inputs_are_cast_to_the_models_dtype_and_the_callers_stay(inputs):
 def test_what_an_argument_holds_is_copied_and_cast_too():
     model = Takes().to(torch.float16)
     holder = Holder(torch.ones(3))
-    side = Side.of(model, {"x": torch.ones(2), "holder": holder})
+    side = ModelSide.of(model, {"x": torch.ones(2), "holder": holder})
     side.run()
     assert torch.equal(holder.layers[0]["keys"], torch.ones(3))
     assert model.seen[1].layers[0]["keys"].dtype == torch.float16

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from layerscope.diagnose.causes import sums as module
-from layerscope.diagnose.causes.sums import Sums, same
+from layerscope.diagnose.causes import relations
+from layerscope.diagnose.causes.relations import Sums
+from layerscope.diagnose.judge.measurement import same
 
 ONE = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
 TWO = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
@@ -15,7 +16,7 @@ TWO = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("piece", [1, 12, 1 << 20])
 def test_factors_and_remainders_are_those_of_numpy(monkeypatch, piece):
-    monkeypatch.setattr(module, "_PIECE", piece)
+    monkeypatch.setattr(relations, "PIECE", piece)
     found = Sums.of(ONE, TWO)
     r, c = ONE.double().numpy(), TWO.double().numpy()
     for lines, axis in ((found.rows, 1), (found.columns, 0)):

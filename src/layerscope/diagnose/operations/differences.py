@@ -12,14 +12,20 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
-from layerscope.diagnose.operations.aligning import aligned
-from layerscope.diagnose.operations.distances import apart
-from layerscope.diagnose.operations.operation import Operation
-from layerscope.diagnose.operations.telling import tell_exchanged, tell_extra, tell_gone, tell_numbers, tell_result
-from layerscope.diagnose.operations.tracing import Called
+from layerscope.diagnose.judge.measurement import apart
+from layerscope.diagnose.operations.operation import (
+    Operation,
+    tell_exchanged,
+    tell_extra,
+    tell_gone,
+    tell_numbers,
+    tell_result,
+)
+from layerscope.diagnose.operations.trace import Called
 
 # More operations without a counterpart than a few, and than this share: other code, not to be set against this one.
 _FEW, _OTHER = 8, 0.4
@@ -32,7 +38,7 @@ _IDLE = frozenset({"view", "slice", "unsqueeze", "squeeze", "select", "full", "a
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class _CallPair:
     """Two calls that stand for each other, and what lies between their results."""
 
     ours: Called
@@ -41,7 +47,7 @@ class _Pair:
     floor: float
 
     @classmethod
-    def of(cls, ours: Called, theirs: Called, exact: Called | None) -> _Pair:
+    def of(cls, ours: Called, theirs: Called, exact: Called | None) -> _CallPair:
         """Measure a pair; `exact` is the reference's own call, by which rounding is measured."""
         unit = max((torch.finfo(t.dtype).eps for t in theirs.outputs if t.is_floating_point()), default=0.0)
         floor = max(_LEAST, _UNITS * unit if exact is None else unit) / _LIMIT
@@ -63,7 +69,7 @@ def differences(
     ours = floor if floor else reference
     exact = {a: reference[b] for a, b in aligned(ours, reference) if a is not None and b is not None} if floor else {}
     places = aligned(ours, candidate)
-    pairs = [_Pair.of(ours[a], candidate[b], exact.get(a)) for a, b in places if a is not None and b is not None]
+    pairs = [_CallPair.of(ours[a], candidate[b], exact.get(a)) for a, b in places if a is not None and b is not None]
     if len(places) - len(pairs) > max(_FEW, _OTHER * len(places)):
         return ()
     off = [pair for pair in pairs if pair.differs]
@@ -80,7 +86,7 @@ def _unlike(
     places: Sequence[tuple[int | None, int | None]],
     ours: Sequence[Called],
     theirs: Sequence[Called],
-    off: Mapping[int, _Pair],
+    off: Mapping[int, _CallPair],
     gone: Collection[int],
     extra: Collection[int],
 ) -> Iterator[Operation]:
@@ -130,7 +136,89 @@ def _neutral(call: Called) -> bool:
     )
 
 
-def _made_here(pair: _Pair, off: Sequence[_Pair]) -> bool:
+def _made_here(pair: _CallPair, off: Sequence[_CallPair]) -> bool:
     """Whether a difference came from no operation before: the same inputs, or inputs that stand for no others."""
     before = {(other.ours.index, other.theirs.index) for other in off}
     return not any(source in before for source in zip(pair.ours.sources, pair.theirs.sources, strict=False))
+
+
+_NEAR = 0.05  # norms that are closer are taken for the same result
+
+
+def aligned(ours: Sequence[Called], theirs: Sequence[Called]) -> list[tuple[int | None, int | None]]:
+    """Return pairs of indices in order; None on one side is an operation that only the other has.
+
+    The longest common subsequence, weighted: where two additions stand for one, the one that gives the same stays.
+    """
+    one, two = [_sized(call) for call in ours], [_sized(call) for call in theirs]
+    head = 0
+    while head < min(len(one), len(two)) and _alike(one[head], two[head]) == _SAME:
+        head += 1
+    tail = 0
+    while tail < min(len(one), len(two)) - head and _alike(one[-1 - tail], two[-1 - tail]) == _SAME:
+        tail += 1
+    middle = _matched(one[head : len(one) - tail], two[head : len(two) - tail])
+    return [
+        *((at, at) for at in range(head)),
+        *((a if a is None else a + head, b if b is None else b + head) for a, b in middle),
+        *((len(one) - at, len(two) - at) for at in range(tail, 0, -1)),
+    ]
+
+
+class _Sized(NamedTuple):
+    """What an operation is known by: its name, its shape, the norms of its result and of what went in."""
+
+    name: str
+    shape: tuple[int, ...]
+    norm: float
+    inputs: tuple[float, ...]
+
+
+_SAME = 5
+
+
+def _sized(call: Called) -> _Sized:
+    return _Sized(call.name, call.shape, _norm(*call.outputs[:1]), tuple(_norm(tensor) for tensor in call.inputs))
+
+
+def _norm(*tensors: torch.Tensor) -> float:
+    """Return the norm of what is finite and no mask."""
+    values = [tensor.detach().to(torch.float32) for tensor in tensors]
+    values = [one.masked_fill(~one.isfinite() | (one.abs() > 1e30), 0.0) for one in values]
+    return float(sum(torch.linalg.vector_norm(one) for one in values))
+
+
+def _alike(one: _Sized, two: _Sized) -> int:
+    """How well two operations go together; 0: not at all."""
+    if one.name != two.name:
+        return 0
+    if one.shape != two.shape:
+        return 1
+    fed = any(map(_close, one.inputs, two.inputs)) if one.inputs else True
+    return 2 + 2 * _close(one.norm, two.norm) + fed
+
+
+def _close(one: float, two: float) -> bool:
+    return abs(one - two) <= _NEAR * max(one, two)
+
+
+def _matched(one: Sequence[_Sized], two: Sequence[_Sized]) -> list[tuple[int | None, int | None]]:
+    best = [[0] * (len(two) + 1) for _ in range(len(one) + 1)]
+    for a in range(len(one) - 1, -1, -1):
+        for b in range(len(two) - 1, -1, -1):
+            score = _alike(one[a], two[b])
+            best[a][b] = max(best[a + 1][b], best[a][b + 1], score and score + best[a + 1][b + 1])
+    pairs: list[tuple[int | None, int | None]] = []
+    a = b = 0
+    while a < len(one) and b < len(two):
+        score = _alike(one[a], two[b])
+        if score and best[a][b] == score + best[a + 1][b + 1]:
+            pairs.append((a, b))
+            a, b = a + 1, b + 1
+        elif best[a][b] == best[a + 1][b]:
+            pairs.append((a, None))
+            a += 1
+        else:
+            pairs.append((None, b))
+            b += 1
+    return [*pairs, *((at, None) for at in range(a, len(one))), *((None, at) for at in range(b, len(two)))]

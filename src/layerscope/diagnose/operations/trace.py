@@ -46,11 +46,6 @@ class Called:
         """The shape of the first result."""
         return tuple(self.outputs[0].shape) if self.outputs else ()
 
-    @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        """What the counterpart in another log is found by."""
-        return self.name, self.shape
-
 
 def traced(call: Callable[[], object], *, inside: Callable[[], bool] = lambda: True) -> list[Called]:
     """Run `call` and return what was executed while `inside()` holds."""

@@ -1,12 +1,13 @@
 """Layers that all differ alike are quantised, not wrong: their common behaviour is the floor of each.
 
-    standing_out(siblings, among=siblings)
     rows = quantised(rows, passes)
+    packed_weights(rows, passes)        # (Packed("model.layers.0.mlp.up_proj", "Int8Tensor", 46.1, 45.8), ...)
 
 When nearly every module of one kind is beyond its rounding, and by much the same, the dtype's rounding is no longer
 what to expect. A module whose error, or whose best-fitting factor, stands out from its siblings' is still to blame.
 Modules whose weights lie on a grid are judged by each other too, when there are several: a model may be quantised in
-part.
+part. Weights that are packed (torchao's tensors, GPTQ and AWQ checkpoints) are dequantised and set against the
+reference's, which has them under the same names.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from layerscope.diagnose.judge.evidence import is_quantised
-from layerscope.diagnose.judge.rows import Row
+import torch
+
+from layerscope.diagnose.causes.weights import dense, held
+from layerscope.diagnose.finding import Packed
+from layerscope.diagnose.judge.rows import JudgedRow, is_quantised
 from layerscope.diagnose.replay.passes import Passes
+from layerscope.models.packed import Unpacked
 
 LEAST = 6  # siblings that it takes to know what is common
 SHARE = 0.8  # of them that are beyond their floor
@@ -75,7 +80,7 @@ def standing_out(siblings: Sequence[Sibling], *, among: Sequence[Sibling]) -> di
 SEVERAL = 3  # modules on a grid: one or two may be a mistake
 
 
-def quantised(rows: list[Row], passes: Passes) -> list[Row]:
+def quantised(rows: list[JudgedRow], passes: Passes) -> list[JudgedRow]:
     """Clear the modules that differ just as their siblings do; those that stand out stay to blame.
 
     Where one kind of module is quantised, others are judged by their own kind if it differs as a whole, and by that one
@@ -106,7 +111,7 @@ def quantised(rows: list[Row], passes: Passes) -> list[Row]:
     return rows
 
 
-def _clear(rows: list[Row], members: Collection[int], apart: Mapping[str, str]) -> None:
+def _clear(rows: list[JudgedRow], members: Collection[int], apart: Mapping[str, str]) -> None:
     cleared = {rows[at].judged.name for at in members}
     for at, row in enumerate(rows):
         judged = row.judged
@@ -119,6 +124,45 @@ def _clear(rows: list[Row], members: Collection[int], apart: Mapping[str, str]) 
         rows[at] = replace(rows[at], judged=judged)
 
 
-def _sibling(row: Row) -> Sibling:
+def _sibling(row: JudgedRow) -> Sibling:
     assert row.measure is not None
     return Sibling(row.judged.name, row.measure.error, row.measure.scale, row.judged.guilty)
+
+
+def packed_weights(rows: Sequence[JudgedRow], passes: Passes) -> tuple[Packed, ...]:
+    """Return the modules whose weights are packed in the candidate and plain in the reference, as they ran."""
+    found: dict[str, Packed] = {}
+    for judged in (row.judged for row in rows):
+        if judged.counterpart is None or judged.name in found:
+            continue
+        mine = held(passes.ours.modules.by_name[judged.name])
+        theirs = held(passes.theirs.modules.by_name[judged.counterpart])
+        pairs = [(tensor, theirs[key]) for key, tensor in mine.items() if key in theirs and _is_packed(theirs[key])]
+        dense_pairs = [(dense(one), dense(two)) for one, two in pairs if not _is_packed(one)]
+        known = [(one, two) for one, two in dense_pairs if one is not None and two is not None]
+        known = [(one.double(), two.double().to(one.device)) for one, two in known if one.shape == two.shape]
+        if known:
+            signal = sum(float(one.square().sum()) for one, _ in known)
+            noise = sum(float((one - two).square().sum()) for one, two in known)
+            output = None
+            if judged.error is not None and judged.where.startswith("output"):
+                output = _decibels(1.0, judged.error**2)
+            kind = _packing(pairs[0][1]) or type(pairs[0][1]).__name__
+            found[judged.name] = Packed(judged.name, kind, _decibels(signal, noise), output)
+    return tuple(found.values())
+
+
+def _is_packed(tensor: torch.Tensor) -> bool:
+    unlike_others = getattr(type(tensor), "dequantize", None) is not torch.Tensor.dequantize
+    return tensor.is_quantized or unlike_others or bool(_packing(tensor))
+
+
+def _packing(tensor: torch.Tensor) -> str:
+    """Return how a weight was packed in the checkpoint it was loaded from, where `models` has unpacked it."""
+    return tensor.packing if isinstance(tensor, Unpacked) else ""
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf

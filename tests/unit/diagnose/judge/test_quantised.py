@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerscope.diagnose.judge.peers import Sibling, common, standing_out
+from layerscope.diagnose.judge.quantised import Sibling, common, standing_out
 
 ALIKE = [Sibling(f"layers.{i}", 0.008 * (1 + 0.1 * (i % 3)), 1.0 + 1e-4 * (i % 2), True) for i in range(10)]
 

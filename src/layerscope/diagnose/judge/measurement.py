@@ -3,14 +3,14 @@
     measured(wanted, got).error
 
 A tensor is read two or three times in float32 (in float64 where it is float64 itself), piece by piece, where it lies.
-Values that stand for minus infinity in a mask are compared as a pattern, since beside them every other number would
+ResultPair that stand for minus infinity in a mask are compared as a pattern, since beside them every other number would
 vanish.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ PIECE = 1 << 22  # elements
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Distance:
     """One value against another.
 
     `error` is the relative L2 error, `scale` the factor that fits best; `worst` is the largest single error and `peak`
@@ -50,13 +50,13 @@ class Measured:
         return self.shape and not (self.error or self.changed or self.nonfinite)
 
 
-def measured(wanted: torch.Tensor, got: torch.Tensor, *, broadcast: bool = False) -> Measured:
+def measured(wanted: torch.Tensor, got: torch.Tensor, *, broadcast: bool = False) -> Distance:
     """Measure `got` against `wanted`, on the device where `got` lies; `broadcast` lets an axis of one stand for all."""
     count, dtype = got.numel(), got.dtype
     coarse = max(rounding(wanted.dtype), rounding(dtype))
-    other_shape = Measured(math.inf, shape=False, count=count, dtype=dtype, rounding=coarse)
+    other_shape = Distance(math.inf, shape=False, count=count, dtype=dtype, rounding=coarse)
     wanted, got = wanted.detach().to(got.device), got.detach()
-    found = partial(Measured, digest=bits(got), count=count, dtype=dtype, rounding=coarse)
+    found = partial(Distance, digest=bits(got), count=count, dtype=dtype, rounding=coarse)
     if wanted.numel() != count:
         if not (broadcast and _stretches(wanted.shape, got.shape)):
             return other_shape
@@ -122,9 +122,46 @@ def _sums(wanted: torch.Tensor, got: torch.Tensor) -> tuple[float, ...]:
     return squares, errors, dot, nonfinite, masked, max(-ends[0], ends[1]), max(-ends[2], ends[3])
 
 
+def relative_l2(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the relative L2 distance of finite values in float64; infinite from all zeros."""
+    size, off = (float(torch.linalg.vector_norm(t)) for t in (wanted, got - wanted))
+    return off / size if size else (math.inf if off else 0.0)
+
+
+def precision(dtype: torch.dtype) -> float:
+    """Return the distance between 1 and the next number of a dtype; 0 where numbers do not round."""
+    return float(torch.finfo(dtype).eps) if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
 def rounding(dtype: torch.dtype) -> float:
     """Return how far off a dtype's values are by being rounded to it, relatively and in the root mean square."""
-    return torch.finfo(dtype).eps / 4 if dtype.is_floating_point or dtype.is_complex else 0.0
+    return precision(dtype) / 4
+
+
+def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype that rounds more."""
+    return max(one, other, key=precision)
+
+
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as rows of its first axis; a vector is one row."""
+    return tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.reshape(tensor.shape[0], -1)
+
+
+def same(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
+    """Whether the candidate's values are the reference's, cast where the dtypes differ."""
+    if reference.shape != candidate.shape:
+        return False
+    dtype = coarser(reference.dtype, candidate.dtype)
+    wanted, got = as_matrix(reference), as_matrix(candidate)
+    step = max(1, PIECE // max(1, wanted.shape[1]))
+    return all(
+        torch.equal(
+            wanted[at : at + step].to(dtype).to(torch.float64),
+            got[at : at + step].to(wanted.device).to(dtype).to(torch.float64),
+        )
+        for at in range(0, len(wanted), step)
+    )
 
 
 def bits(tensor: torch.Tensor) -> int:
@@ -140,3 +177,24 @@ def bits(tensor: torch.Tensor) -> int:
         total += int((words * (odd * 0x9E3779B1)).sum())
         first += words.numel()
     return total ^ found
+
+
+BLOCKED = -9999.0  # no score is as low: a mask's value, whichever dtype's lowest number it is
+
+
+def apart(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    """Return the largest relative L2 distance; infinite where shapes, choices or masks differ."""
+    return max((_distance(one, two) for one, two in zip(got, wanted, strict=False)), default=0.0)
+
+
+def _distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    if got.shape != wanted.shape:
+        return math.inf
+    one, two = got.detach(), wanted.detach().to(got.device)
+    if not (one.is_floating_point() and two.is_floating_point()):
+        return 0.0 if torch.equal(one, two.to(one.dtype)) else math.inf
+    one, two = one.to(torch.float64), two.to(torch.float64)
+    out, wanted_out = ((side <= BLOCKED) | ~side.isfinite() for side in (one, two))
+    if not torch.equal(out, wanted_out):
+        return math.inf
+    return relative_l2(one.masked_fill(out, 0.0), two.masked_fill(out, 0.0))

@@ -12,22 +12,21 @@ import torch
 
 from layerscope.diagnose.causes import Case, Cause, cause_of
 from layerscope.diagnose.causes.cause import shape
-from layerscope.diagnose.judge.evidence import partner_of, uncalled_in
-from layerscope.diagnose.judge.second_look import Look
+from layerscope.diagnose.judge.proof import SecondLook
 from layerscope.diagnose.judge.suspects import Suspect
 from layerscope.diagnose.operations import Operation, differences
 from layerscope.diagnose.replay.module_hooks import Key
 from layerscope.diagnose.replay.passes import Passes
-from layerscope.diagnose.replay.replay import Guidance, Guided, Place
+from layerscope.diagnose.replay.replay import Guidance, Guided, Site
 from layerscope.report.writing import some
 
 
-def explain(suspects: Sequence[Suspect], passes: Passes, guided: Guided, look: Look) -> list[Cause]:
+def explain(suspects: Sequence[Suspect], passes: Passes, guided: Guided, look: SecondLook) -> list[Cause]:
     """Name the cause of each, as far as the evidence goes."""
     return [_cause(suspect, passes, guided, look, drill=at < MOST) for at, suspect in enumerate(suspects)]
 
 
-def _cause(suspect: Suspect, passes: Passes, guided: Guided, look: Look, *, drill: bool) -> Cause:
+def _cause(suspect: Suspect, passes: Passes, guided: Guided, look: SecondLook, *, drill: bool) -> Cause:
     if suspect.swapped is not None:
         evidence = {"relation": "exchanged", "owner": suspect.swapped}
         return Cause("weights", f"it holds the weights of {suspect.swapped}", evidence)
@@ -38,12 +37,12 @@ def _cause(suspect: Suspect, passes: Passes, guided: Guided, look: Look, *, dril
     case = Case(
         name=suspect.name,
         reference=passes.ours.modules.by_name[suspect.name],
-        candidate=partner_of(suspect.name, passes),
+        candidate=passes.partner_of(suspect.name),
         inputs=tuple(held.tensor for held in call.inputs.values()),
         own_code=not row.leaf,
         raised=guided.raised if guided.at == suspect.row.key else None,
         others=passes.ours.modules.by_name,
-        uncalled=uncalled_in(suspect.name, passes),
+        uncalled=passes.uncalled_in(suspect.name),
     )
     if place is not None:
         wanted = _wanted(place, passes)
@@ -65,7 +64,7 @@ def _without_padding(value: torch.Tensor | None, wanted: torch.Tensor | None, pa
     return value if value is None or wanted is None else passes.captured.padded_alike(wanted, value)
 
 
-def _not_handed(place: Place, passes: Passes, guided: Guided) -> Cause:
+def _not_handed(place: Site, passes: Passes, guided: Guided) -> Cause:
     """Tell which argument the candidate's code drops, and the operation that makes it in the reference's."""
     assert place.into is not None
     value, name = passes.captured.calls[place.into].inputs[place.leaf].tensor, place.leaf[0]
@@ -83,7 +82,7 @@ def _not_handed(place: Place, passes: Passes, guided: Guided) -> Cause:
     return Cause("operation", said + made, evidence)
 
 
-def _wanted(place: Place, passes: Passes) -> torch.Tensor | None:
+def _wanted(place: Site, passes: Passes) -> torch.Tensor | None:
     """Return the reference's value at a place; gradients are not kept by place."""
     if place.gradient:
         return None

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from layerscope.diagnose.judge import measuring
-from layerscope.diagnose.judge.measuring import bits, measured
+from layerscope.diagnose.judge import measurement
+from layerscope.diagnose.judge.measurement import bits, measured
 
 
 def drawn(*shape, seed=0):
@@ -36,7 +36,7 @@ def test_a_tensor_that_is_read_piece_by_piece_has_the_numbers_of_the_whole(monke
     got = wanted * 1.02 + 0.01 * drawn(41, 7, seed=1)
     wanted[3], got[5], got[20] = -1e9, -math.inf, math.nan
     digest = bits(got)
-    monkeypatch.setattr(measuring, "PIECE", 10)
+    monkeypatch.setattr(measurement, "PIECE", 10)
     found = measured(wanted, got)
     r, c = (np.delete(side.double().numpy(), [3, 5, 20], axis=0) for side in (wanted, got))
     d, rms = c - r, math.sqrt((r * r).sum() / wanted.numel())

@@ -1,21 +1,55 @@
-"""The backward half of a guided run: no call depends on what another does to the gradient.
+"""Gradients as they passed a forward, and the backward half of a run on the reference's values.
 
+    boundary(value, lambda gradient: keep(gradient))
     handed = backwards.hand(frame, ...)      # an argument: a leaf of the call's own, whose gradient is read at the end
     given = backwards.give(frame, ...)       # an output: the reference's gradient goes in, and past the call to its
     arguments
 
-Each call is given the reference's gradient at its output. What it makes of it is measured at its arguments; what
-reaches those outside is the reference's again, whether the call lets any gradient through or not.
+Each call is given the reference's gradient at its output, so that no call depends on what another does to it. What it
+makes of it is measured at its arguments; what reaches those outside is the reference's again, whether the call lets any
+gradient through or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from layerscope.diagnose.replay.module_hooks import Gradients, Key, Passing
+from layerscope.diagnose.replay.module_hooks import Key
+from layerscope.points import Leaf
+
+Passing = tuple[tuple[str, int], str, Leaf]  # a call, a side, a leaf
+
+
+class Gradients:
+    """The gradients that passed each place of a forward, added up where a value was used more than once."""
+
+    def __init__(self) -> None:
+        self.at: dict[Passing, torch.Tensor] = {}
+        self.parameters: dict[tuple[str, str], torch.Tensor] = {}  # by module and name
+
+    def keep(self, place: Passing, gradient: torch.Tensor) -> torch.Tensor:
+        """Keep a gradient and let it pass."""
+        known = self.at.get(place)
+        self.at[place] = gradient.detach() if known is None else known + gradient.detach()
+        return gradient
+
+    def take_parameters(self, modules: Mapping[str, nn.Module]) -> None:
+        """Keep what the backward pass left on the parameters."""
+        for name, module in modules.items():
+            for key, parameter in module.named_parameters(recurse=False):
+                if parameter.grad is not None:
+                    self.parameters[name, key] = parameter.grad.detach().clone()
+
+
+def boundary(got: torch.Tensor, passing: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return a value with its history; the gradient that arrives passes the call on its way there."""
+    if not (got.requires_grad and torch.is_grad_enabled()):
+        return got
+    return _joined(got, lambda gradient: [_like(passing(gradient), got)], got)
 
 
 class _Handed(NamedTuple):
@@ -74,7 +108,7 @@ class Backwards:
                 self.measure(place, right, gradient)
             return [_like(right, tensor) for tensor in inner] + [_like(h.right, h.arrived) for h in arrived]
 
-        return _Junction.apply(value.detach(), back, *inner, *(h.arrived for h in arrived))  # type: ignore[no-any-return, no-untyped-call]
+        return _joined(value, back, *inner, *(h.arrived for h in arrived))
 
     def settle(self) -> None:
         """Measure what came to every argument of the calls that a gradient came back to."""
@@ -87,6 +121,13 @@ class Backwards:
 
 def _like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return gradient.to(dtype=tensor.dtype, device=tensor.device).reshape(tensor.shape)
+
+
+def _joined(
+    value: torch.Tensor, back: Callable[[torch.Tensor], Sequence[torch.Tensor]], *sources: torch.Tensor
+) -> torch.Tensor:
+    """Return a value through which a gradient goes back to `sources`, whatever made it."""
+    return _Junction.apply(value.detach(), back, *sources)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Junction(torch.autograd.Function):
