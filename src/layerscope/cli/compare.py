@@ -69,7 +69,6 @@ NEVER, BAND = "never", "band:"
     help=f"What makes the exit code 1: {', '.join(KINDS)}, band:LEVEL (or worse), never; default: it differs.",
 )
 @click.option("--save_comparison", "--save-comparison", "save_to", metavar="FILE.json", help="Save what --json prints.")
-@click.option("--no-resume", is_flag=True, help="Measure everything again after an interruption.")
 @options.as_html
 @options.as_json
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
@@ -86,7 +85,6 @@ def command(
     detail: Detail,
     fail_on: tuple[str, ...],
     save_to: str | None,
-    no_resume: bool,
     html_to: str | None,
     as_json: bool,
     as_markdown: bool,
@@ -94,7 +92,7 @@ def command(
     """Compare one or more runs CAND with the run REF: any layout, `folder:mode` where a folder holds several.
 
     Exit code 0 when they are the same, differ by noise alone or are quantised, 1 when they differ, 2 when something
-    cannot be read or compared, or REF itself has NaN. After Ctrl-C the same command goes on where it stopped.
+    cannot be read or compared, or REF itself has NaN. After Ctrl-C nothing is left behind.
     """
     from layerscope.compare.document import document
 
@@ -102,7 +100,7 @@ def command(
         raise click.UsageError("--json and --markdown are two pages; ask for one of them.")
     bands = _bands(bands_said)
     _check(fail_on, bands)
-    how: dict[str, Any] = {"noise": noise, "points": points, "resume": not no_resume}
+    how: dict[str, Any] = {"noise": noise, "points": points}
     if pairing is not None:
         how["pairing"] = Path(pairing)
     if arithmetic is not None:
@@ -115,8 +113,7 @@ def command(
         with counting("comparing") as tell:
             comparison = compared(reference, candidates, tell=tell, **how)
     except KeyboardInterrupt:
-        rest = "" if no_resume else "; what was measured is kept, and the same command goes on from there"
-        click.echo(f"layerscope: interrupted{rest}", err=True)
+        click.echo("layerscope: interrupted; nothing was written", err=True)
         return 130
     page = document(comparison, detail=detail, bands=bands)
     try:

@@ -16,7 +16,7 @@ from layerscope.compare.bands import PUBLISHED, Band, Bands
 from layerscope.compare.channels import Outliers, outliers
 from layerscope.compare.comparing import compare
 from layerscope.compare.measure import measure
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.compare.rows import Against, Comparison, Row, Verdict
 from layerscope.compare.rules import Rule, parse_rules
 

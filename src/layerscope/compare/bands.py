@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.errors import BadText
 
 __all__ = ["MEASURES", "PUBLISHED", "UNDEFINED", "Band", "Bands"]

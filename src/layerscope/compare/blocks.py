@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from layerscope.compare.bands import Bands
-from layerscope.compare.metrics import PERCENTILES, Metrics, Side
+from layerscope.compare.measure.metrics import PERCENTILES, Metrics, Side
 from layerscope.compare.rows import Kind, Row
 from layerscope.report.parts import Fact, Facts, Heading, Part, Tone
 from layerscope.report.writing import number, percent

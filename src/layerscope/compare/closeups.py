@@ -15,9 +15,9 @@ from typing import NamedTuple, final
 
 import numpy as np
 
+from layerscope.compare.measure.operands import chunk_pairs, operand
 from layerscope.compare.provenance import provenance
 from layerscope.compare.rows import Comparison, Row
-from layerscope.compare.streams import Values, pairs, stream
 from layerscope.errors import LayerscopeError
 from layerscope.report.parts import Curves, Fact, Facts, Heading, Histograms, Line, Part, Sentence
 from layerscope.report.writing import many, number
@@ -144,15 +144,15 @@ def _opened(address: str) -> Run | None:
 
 def _looked(reference: Entry, candidate: Entry) -> _Seen:
     """Go through both tensors once, in float64."""
-    one, other = stream(Values(reference)), stream(Values(candidate))
+    one, other = operand(reference), operand(candidate)
     shape = one.shape
     width = shape[-1] if shape else 1
     sketches = [Sketch.of(np.empty(0)), Sketch.of(np.empty(0))]
     errors, powers = [], []
     worst: list[tuple[float, int, float, float]] = []
     at = 0
-    for left, right in pairs(one, other):
-        a, b = (_real(side.values(part.items)) for side, part in ((one, left), (other, right)))
+    for left, right in chunk_pairs(one, other):
+        a, b = (_real(side.values(items)) for side, items in ((one, left), (other, right)))
         sketches = [sketch + Sketch.of(values) for sketch, values in zip(sketches, (a, b), strict=True)]
         with np.errstate(all="ignore"):
             d = np.where(np.isfinite(a) & np.isfinite(b), b - a, 0.0)

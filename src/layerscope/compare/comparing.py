@@ -12,21 +12,21 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from layerscope.compare.checking import Checker
 from layerscope.compare.floors import CLASSES, LEAST, LIMIT, Noise, Scale, coarser, rounding
 from layerscope.compare.jobs import Job
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.compare.planning import Plan, Records, fitting, floors_of
 from layerscope.compare.quantised import Siblings, grid_of
-from layerscope.compare.resuming import Memory, place, stamp
 from layerscope.compare.rows import Against, Comparison, Row
 from layerscope.compare.rules import Rule, parse_rules
 from layerscope.compare.verdicts import judge, verdict
 from layerscope.errors import BadText, Incomparable, LayerscopeError
-from layerscope.store import Run, cache_folder, open_run, selected
+from layerscope.store import Run, open_run, selected
 from layerscope.store.address import Address
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ _FINER = 0.3
 _FAR = 30.0
 _EVEN = 5.0  # times the whole error, that a column's may be by rounding
 _FACTOR = 0.3  # of an error: rounding is no factor
+_TINY = 1 << 16  # bytes up to which handing a pair to a thread costs more than measuring it
 _LARGE = 32 << 20  # bytes from which a pair is worth all threads by itself
 
 
@@ -55,7 +56,6 @@ def compare(
     arithmetic: str | None = None,
     tokens: Any = None,
     threads: int | None = None,
-    resume: bool = False,
     tell: Tell | None = None,
 ) -> Comparison:
     """Compare candidates with a reference, point by point and moment by moment.
@@ -65,9 +65,7 @@ def compare(
     reference by rounding alone, each for the class of arithmetic it ran in. `pairing` declares which points belong
     together (a text, a file or `Rule`s), `points` are patterns of the reference's points to look at. `arithmetic`
     declares that a candidate computes more coarsely than it stores ("bfloat16"); `tokens` says which tokens count and
-    which are padding, where no `attention_mask` was recorded: true and false, or 1 and 0, batch by tokens. With
-    `resume`, what is measured is remembered until the comparison is whole, so that the same call goes on after an
-    interruption.
+    which are padding, where no `attention_mask` was recorded: true and false, or 1 and 0, batch by tokens.
 
     Raises Incomparable when nothing of any candidate can be compared; one of several gets a verdict that says so.
     """
@@ -92,13 +90,10 @@ def compare(
     floors = [Plan(left, right, rules, tokens=counting) for right, rules in meant[len(others) :]]
     for plan in floors:
         plan.jobs = [job for job in plan.jobs if job.key in wanted]
-    with Memory(_memory([trusted, *others, *quiet]) if resume else None) as memory:
-        _run([*plans, *floors], memory, threads=threads or _cores(), tell=tell or (lambda what, done, total: None))
-        resumed = memory.resumed
+    _run([*plans, *floors], threads=threads or _cores(), tell=tell or (lambda what, done, total: None))
     for plan in (*plans, *floors):
         plan.follow_choices()
-    said = [f"{resumed:,} pairs were measured before the interruption"] if resumed else []
-    said += [
+    said = [
         f"{len(plan.unread):,} records of the noise run {plan.right.run.address} cannot be read"
         for plan in floors
         if plan.unread
@@ -162,16 +157,11 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _memory(runs: Sequence[Run]) -> Path | None:
-    folder, stamped = cache_folder(), stamp(runs)
-    return place(folder, stamped) if folder is not None and stamped is not None else None
-
-
 # Measuring --------------------------------------------------------------------------------------
 
 
-def _run(plans: Sequence[Plan], memory: Memory, *, threads: int, tell: Tell) -> None:
-    """Measure every pair: small ones side by side, large ones with all threads, one after the other."""
+def _run(plans: Sequence[Plan], *, threads: int, tell: Tell) -> None:
+    """Measure every pair: tiny ones in turn, others side by side, large ones with all threads, one after the other."""
     work = [(plan, job) for plan in plans for job in plan.jobs]
     total, done = len(work), 0
 
@@ -179,27 +169,22 @@ def _run(plans: Sequence[Plan], memory: Memory, *, threads: int, tell: Tell) -> 
         nonlocal done
         try:
             plan.found[job] = outcome()
-            memory.keep(_text(plan, job), plan.found[job])
         except LayerscopeError as error:  # one damaged record does not cost the others
             plan.unread[job] = str(error)
         done += 1
         tell(job.reference.point.place, done, total)
 
-    small: list[tuple[Plan, Job]] = []
+    side_by_side: list[tuple[Plan, Job]] = []
     for plan, job in work:
-        known = memory.known(_text(plan, job))
-        if known is not None:
-            plan.found[job] = known
-            done += 1
-        elif job.nbytes < _LARGE and threads > 1:
-            small.append((plan, job))
+        if _TINY <= job.nbytes < _LARGE and threads > 1:
+            side_by_side.append((plan, job))
         else:
-            finish(plan, job, lambda job=job: job.measured(threads=threads))  # type: ignore[misc]
-    if not small:
+            finish(plan, job, partial(job.measured, threads=threads))
+    if not side_by_side:
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="layerscope-compare") as pool:
         running: dict[Future[Metrics], tuple[Plan, Job]] = {}
-        waiting = iter(small)
+        waiting = iter(side_by_side)
         try:
             while True:
                 for plan, job in waiting:
@@ -212,10 +197,6 @@ def _run(plans: Sequence[Plan], memory: Memory, *, threads: int, tell: Tell) -> 
                     finish(*running.pop(future), future.result)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _text(plan: Plan, job: Job) -> str:
-    return f"{plan.left.run.address} {plan.right.run.address} {job}"
 
 
 # What they come to ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from layerscope.checks import NAMES, Numbers, largest_of
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.points import Moment, Point
 from layerscope.store.floors import Floors
 

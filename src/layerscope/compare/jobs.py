@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from layerscope.compare.alignment import Pair
 from layerscope.compare.floors import Key
 from layerscope.compare.masks import masked, unmasked
-from layerscope.compare.measure import Values, measure
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure import measure
+from layerscope.compare.measure.metrics import Metrics
+from layerscope.compare.measure.operands import operand
 from layerscope.store import Entry
 
 __all__ = ["Job"]
@@ -44,23 +45,18 @@ class Job:
 
     def measured(self, *, threads: int = 1) -> Metrics:
         """Measure both sides; once more, with the masked values left out, where there are such."""
-        metrics = measure(*self._sides(self.reference, self.candidate), threads=threads, exact=self.exact)
-        if not masked(metrics):
-            return metrics
-        sides = self._sides(unmasked(self.reference), unmasked(self.candidate))
-        return measure(*sides, threads=threads, exact=self.exact)
-
-    def _sides(self, reference: Entry, candidate: Entry) -> tuple[Values, Values]:
-        shape, other = self.shapes
-        right = shape if self.pair.flat and shape != other else None
-        return Values(reference, self.pair.reference_cut), Values(candidate, self.pair.candidate_cut, right)
-
-    def __str__(self) -> str:
-        """Name the pair for the memory of an interrupted comparison."""
-        cuts = f"{self.pair.reference_cut} {self.pair.candidate_cut} {self.pair.flat}"
+        metrics = self._measured(self.reference, self.candidate, threads)
         return (
-            f"{self.reference.point} {self.reference.moment!r} {self.candidate.point} {self.candidate.moment!r} {cuts}"
+            metrics
+            if not masked(metrics)
+            else self._measured(unmasked(self.reference), unmasked(self.candidate), threads)
         )
+
+    def _measured(self, reference: Entry, candidate: Entry, threads: int) -> Metrics:
+        left = operand(reference, cut=self.pair.reference_cut)
+        shape = left.shape if self.pair.flat else None
+        right = operand(candidate, cut=self.pair.candidate_cut, shape=shape)
+        return measure(left, right, threads=threads, exact=self.exact)
 
 
 def _cut(entry: Entry, cut: tuple[int, int] | None) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layerscope.compare.measure.operands import operand
 from layerscope.compare.seen import Form
 from layerscope.compare.statistics import at_least
-from layerscope.compare.streams import Values, stream
 from layerscope.errors import LayerscopeError
 from layerscope.points import Point
 from layerscope.stats.tensor_views import Array
@@ -79,9 +79,9 @@ class _Looked(NamedTuple):
 
 
 def _look(entry: Entry) -> _Looked:
-    side = stream(Values(entry))
-    part = next(side.parts(), None)
-    values = np.empty(0) if part is None else np.asarray(side.values(part.items[:_LOOK]))
+    side = operand(entry)
+    items = next(side.chunks(), None)
+    values = np.empty(0) if items is None else np.array(side.values(items[:_LOOK]))
     values = np.abs(values).astype(np.float64) if values.dtype.kind == "c" else values.astype(np.float64)
     values = np.where(np.isfinite(values), values, 0.0)
     width = side.shape[-1] if side.shape else 1

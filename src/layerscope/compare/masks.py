@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.store import Entry
 
 if TYPE_CHECKING:

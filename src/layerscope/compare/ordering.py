@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from layerscope.compare.floors import Step, rounding, step_of
 from layerscope.compare.jobs import Job
-from layerscope.compare.measure import Values, measure
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure import measure
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.errors import LayerscopeError
 from layerscope.store import Entry
 
@@ -91,7 +91,7 @@ def _measured(job: Job, choice: Job) -> Metrics | None:
         return None
     where = job.candidate
     ordered = _Ordered(where.point, where.moment, where.dtype, where.shape, where.nbytes, where._run, where._at, order)
-    return measure(Values(job.reference), Values(ordered))
+    return measure(job.reference, ordered)
 
 
 def order_of(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from layerscope.compare.bands import PUBLISHED, Bands
 from layerscope.compare.blocks import TONES, block, near_one
 from layerscope.compare.closeups import CloseUps
 from layerscope.compare.document import BY_WEIGHT, modes_table, opening
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.compare.rows import Against, Comparison, Row
 from layerscope.points import SIDE_TITLES, Moment, Point
 from layerscope.report.parts import (

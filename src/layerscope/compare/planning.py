@@ -20,7 +20,7 @@ from layerscope.compare.floors import CLASSES, Key, Noise, class_of, coarser, nu
 from layerscope.compare.jobs import Job
 from layerscope.compare.likeness import Likeness, form_of
 from layerscope.compare.masks import is_mask, seen_alike
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.compare.moments import pair_moments
 from layerscope.compare.ordering import Followed, follow_choices
 from layerscope.compare.routing import Flips, changed, flips

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from layerscope.checks import Numbers
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.errors import NoSuchPoint
 from layerscope.points import Moment, Point
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerscope.checks import Numbers
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.compare.rows import KINDS, Against, Comparison, Floor, Row, Verdict
 from layerscope.errors import BadText, LayerscopeError
 from layerscope.points import Moment, Point

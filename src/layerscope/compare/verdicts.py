@@ -28,7 +28,7 @@ from layerscope.compare.floors import (
     numbers_in,
     step_of,
 )
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.compare.roots import Feeds, Seen, accused, causes
 from layerscope.compare.routing import Flips
 from layerscope.compare.rows import PARTED, Floor, Kind, Row, Verdict

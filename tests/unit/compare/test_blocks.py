@@ -10,7 +10,7 @@ import pytest
 from compared import measured, metrics, row
 from layerscope.compare.bands import PUBLISHED
 from layerscope.compare.blocks import block
-from layerscope.compare.metrics import Sets, Tokens
+from layerscope.compare.measure.metrics import Sets, Tokens
 from layerscope.points import Point
 from layerscope.report import Document, terminal
 

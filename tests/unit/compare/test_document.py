@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from compared import against, comparison, measured, metrics, row
 from layerscope.compare.bands import PUBLISHED, Bands
 from layerscope.compare.document import document
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure.metrics import Metrics
 from layerscope.compare.rows import Against, Verdict
 from layerscope.points import Moment, Point
 from layerscope.report import Table, markdown, terminal

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from layerscope.compare.streams import elsewhere
+from layerscope.compare.measure.operands import elsewhere
 
 if TYPE_CHECKING:
     from layerscope.diagnose.judge.nearness import Near

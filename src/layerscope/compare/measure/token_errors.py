@@ -14,11 +14,9 @@ from typing import final
 
 import numpy as np
 
-from layerscope.compare.metrics import Tokens
+from layerscope.compare.measure.metrics import Tokens
 from layerscope.stats.sketch import Sketch
 from layerscope.stats.tensor_views import Array
-
-__all__ = ["TokenErrors"]
 
 _LARGEST = 16
 _EXACT = 1 << 20  # tokens up to which median and 90th percentile are exact; beyond, they are within the sketch's bound

@@ -1,9 +1,9 @@
 """Measure one pair of tensors: every metric, in one pass over both.
 
-    metrics = measure(reference, candidate)                       # tensors or arrays
-    metrics = measure(Values(entry), Values(other), threads=2)    # records, read piece by piece
+    metrics = measure(reference, candidate)              # tensors or arrays
+    metrics = measure(entry, other, threads=2)           # records, read chunk by chunk
 
-Any dtypes, any strides. Nothing is held but a few parts of each side at a time; of a tensor on a device, a copy is.
+Any dtypes, any strides. Nothing is held but a few chunks of each side at a time; of a tensor on a device, a copy is.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
 
 import numpy as np
 
-from layerscope.compare.engine import engine, folded, table
-from layerscope.compare.fallback import sweep_complex
-from layerscope.compare.metrics import PERCENTILES, Metrics, Nonfinite, Side, Worst
-from layerscope.compare.percentiles import exactly
-from layerscope.compare.sets import SetCounts
-from layerscope.compare.streams import PART, Part, Stream, Values, pairs, stream
-from layerscope.compare.sums import Alone, Swept, Together, alone, together
-from layerscope.compare.tokens import TokenErrors
+from layerscope.compare.measure.engine import engine, folded, table
+from layerscope.compare.measure.metrics import PERCENTILES, Metrics, Nonfinite, Side, Worst
+from layerscope.compare.measure.numpy_sweep import sweep_complex
+from layerscope.compare.measure.operands import CHUNK, Operand, chunk_pairs, operand
+from layerscope.compare.measure.percentiles import exactly
+from layerscope.compare.measure.sets import SetCounts
+from layerscope.compare.measure.sums import Alone, Swept, Together, alone, together
+from layerscope.compare.measure.token_errors import TokenErrors
 from layerscope.errors import Damaged, Unsupported
 from layerscope.stats.sketch import Sketch, buckets
 from layerscope.stats.tensor_views import Array
+from layerscope.store import Entry
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["EPSILON", "PERCENTILE_BOUND", "Values", "measure"]
 
 EPSILON = 1e-8  # added to |reference| under an elementwise relative error
 PERCENTILE_BOUND = 2.0**-7  # of the sketch, relative
 _WIDEST_SET = 64
 _ROWS = 1 << 12  # of sums, held until they are joined
-_AHEAD = 4  # parts that wait for a thread, lest one waits for a part
+_AHEAD = 4  # chunks that wait for a thread, lest one waits for a chunk
+_TINY = 1 << 13  # bytes that are compared as one text
 _SQUARED = 2.0**-400, 2.0**500  # magnitudes whose squares float64 holds, and sums of them
 
 T = TypeVar("T")
@@ -46,8 +46,8 @@ S = TypeVar("S")
 
 
 def measure(
-    reference: Values | torch.Tensor | Array,
-    candidate: Values | torch.Tensor | Array,
+    reference: Operand | Entry | torch.Tensor | Array,
+    candidate: Operand | Entry | torch.Tensor | Array,
     *,
     threads: int = 1,
     exact: bool = False,
@@ -67,7 +67,7 @@ def measure(
 
     With more `threads` the answer is the same to the bit.
     """
-    left, right = stream(reference), stream(candidate)
+    left, right = operand(reference), operand(candidate)
     if left.shape != right.shape:
         raise Unsupported(
             f"the reference has shape {list(left.shape)} and the candidate {list(right.shape)}; "
@@ -87,12 +87,12 @@ def measure(
     return replace(metrics, percentiles=percentiles, percentile_bound=0.0)
 
 
-def _magnitudes(left: Stream, right: Stream, exponent: int) -> Iterator[Array]:
+def _magnitudes(left: Operand, right: Operand, exponent: int) -> Iterator[Array]:
     """Go through both sides once more, for |d| where both are finite."""
     kind = np.result_type(left.kind, right.kind)
     wide = np.complex128 if kind.kind == "c" else np.float64
-    for one, other in pairs(left, right):
-        r, c = (_floats(side, part.items, kind, exponent) for side, part in ((left, one), (right, other)))
+    for one, other in chunk_pairs(left, right):
+        r, c = (_floats(side, items, kind, exponent) for side, items in ((left, one), (right, other)))
         with np.errstate(all="ignore"):
             size: Array = np.abs(c.astype(wide) - r.astype(wide))
             yield size[np.isfinite(r) & np.isfinite(c)]
@@ -105,12 +105,12 @@ class _Passed(NamedTuple):
     reference: Alone
     candidate: Alone
     bitwise: bool
-    differences: Sketch
+    differences: Sketch | None  # None where nothing differs
     tokens: TokenErrors | None
     sets: SetCounts | None
 
 
-def _passed(left: Stream, right: Stream, *, threads: int, exponent: int = 0) -> _Passed:
+def _passed(left: Operand, right: Operand, *, threads: int, exponent: int = 0) -> _Passed:
     """Go through both sides once; with an `exponent`, over the values divided by that power of two."""
     shape, count = left.shape, math.prod(left.shape)
     kind = np.result_type(left.kind, right.kind)
@@ -118,34 +118,36 @@ def _passed(left: Stream, right: Stream, *, threads: int, exponent: int = 0) -> 
     width = shape[-1] if len(shape) >= 3 else 0
     tokens = TokenErrors() if width and count else None
     sets = SetCounts(shape[-1]) if _has_sets(left, right) else None
-    tables: list[Array] = []
 
-    def located() -> Iterator[tuple[int, Part, Part]]:
+    def located() -> Iterator[tuple[int, Array, Array]]:
         at = 0
-        for one, other in pairs(left, right):
+        for one, other in chunk_pairs(left, right):
             if sets is not None:
-                sets.add(_integers(left, one.items), _integers(right, other.items))
+                sets.add(_integers(left, one), _integers(right, other))
             yield at, one, other
-            at += one.items.size
+            at += one.size
         if at != count:
             raise Damaged(f"of {count} elements only {at} could be read of both sides; one of them ends too early.")
 
-    def work(part: tuple[int, Part, Part]) -> tuple[int, bool, Swept]:
-        at, one, other = part
-        same = left.dtype == right.dtype and _same(one.items, other.items)
-        r = _floats(left, one.items, kind, exponent)
-        c = r if same else _floats(right, other.items, kind, exponent)
+    tables: list[Array] = []
+
+    def work(chunk: tuple[int, Array, Array]) -> tuple[int, bool, Swept]:
+        at, one, other = chunk
+        same = left.dtype == right.dtype and _same(one, other)
+        r = _floats(left, one, kind, exponent)
+        c = r if same else _floats(right, other, kind, exponent)
         try:
             counters = tables.pop()
         except IndexError:  # the other threads have them
-            counters = table()
+            counters = _cleared.pop() if _cleared else table()
         swept = sweep(r, c, buckets=counters, same=same, start=at, epsilon=math.ldexp(EPSILON, -exponent), width=width)
         tables.append(counters)
         return at, same, swept
 
     bitwise = left.dtype == right.dtype
     rows = _Rows()
-    for at, same, swept in _mapped(work, located(), threads=threads if count > PART else 1):
+    chunks = located()
+    for at, same, swept in map(work, chunks) if threads <= 1 or count <= CHUNK else _mapped(work, chunks, threads):
         bitwise &= same
         rows.add(swept)
         if tokens is not None:
@@ -173,19 +175,19 @@ class _Rows:
     def joined(self) -> tuple[Together, Alone, Alone]:
         if not self._parts:
             return together(np.empty(0)), alone(np.empty(0)), alone(np.empty(0))
+        if len(self._parts) == 1:
+            pairs, reference, candidate = self._parts[0]
+            return together(pairs), alone(reference), alone(candidate)
         pairs, reference, candidate = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         return together(pairs), alone(reference), alone(candidate)
 
 
-def _mapped(work: Callable[[S], T], parts: Iterable[S], *, threads: int) -> Iterator[T]:
-    """Map in order; with threads, a few parts ahead and no more."""
-    if threads <= 1:
-        yield from map(work, parts)
-        return
+def _mapped(work: Callable[[S], T], chunks: Iterable[S], threads: int) -> Iterator[T]:
+    """Map in order with threads, a few chunks ahead and no more."""
     with ThreadPoolExecutor(threads, thread_name_prefix="layerscope-measure") as pool:
         waiting: deque[Future[T]] = deque()
-        for part in parts:
-            waiting.append(pool.submit(work, part))
+        for chunk in chunks:
+            waiting.append(pool.submit(work, chunk))
             if len(waiting) > threads + _AHEAD:
                 yield waiting.popleft().result()
         while waiting:
@@ -193,26 +195,37 @@ def _mapped(work: Callable[[S], T], parts: Iterable[S], *, threads: int) -> Iter
 
 
 def _same(one: Array, other: Array) -> bool:
-    """Whether two parts of one dtype have the same bits; one that differs mostly shows it at once."""
+    """Whether two chunks of one dtype have the same bits; one that differs mostly shows it at once."""
+    if one.nbytes <= _TINY:
+        return one.tobytes() == other.tobytes()
     words = np.uint64 if one.nbytes % 8 == 0 else np.uint8
     one, other = one.view(words), other.view(words)
-    few = min(one.size, 1 << 10)
+    few = 1 << 10
     return np.array_equal(one[:few], other[:few]) and np.array_equal(one[few:], other[few:])
 
 
-def _floats(side: Stream, items: Array, kind: np.dtype[Any], exponent: int) -> Array:
+def _floats(side: Operand, items: Array, kind: np.dtype[Any], exponent: int) -> Array:
     """Return values in a common kind, divided by a power of two; real ones stay real beside complex ones."""
     values = side.values(items)
     values = values.astype(np.float64 if kind.kind == "c" != values.dtype.kind else kind, copy=False)
     return np.ldexp(values.view(np.float64), -exponent).view(values.dtype) if exponent else values
 
 
-def _sketch(tables: list[Array], largest: float) -> Sketch:
-    """Return what was counted; nothing is beyond the bucket of the largest."""
-    used = int(buckets(np.array([max(largest, 0.0)]))[0]) + 1
+# Counters are large and mostly unused: a pair clears what it used of its own, for the next one.
+_cleared: deque[Array] = deque(maxlen=4)
+
+
+def _sketch(tables: list[Array], largest: float) -> Sketch | None:
+    """Return what was counted, and clear the counters; nothing is beyond the bucket of the largest."""
+    used = 1 if largest <= 0 else int(buckets(np.array([largest]))[0]) + 1
     counts = np.zeros(used, np.int64)
     for counted in tables:
         counts += folded(counted, used)
+        for half in counted.reshape(2, -1):
+            half[:used] = 0
+        _cleared.append(counted)
+    if largest <= 0:
+        return None
     keys = np.flatnonzero(counts)
     return Sketch(keys.astype(np.int32), counts[keys])
 
@@ -220,12 +233,12 @@ def _sketch(tables: list[Array], largest: float) -> Sketch:
 # Sets -------------------------------------------------------------------------------------------
 
 
-def _has_sets(left: Stream, right: Stream) -> bool:
+def _has_sets(left: Operand, right: Operand) -> bool:
     whole = all(side.dtype.startswith(("int", "uint")) for side in (left, right))
     return whole and len(left.shape) >= 2 and 0 < left.shape[-1] <= _WIDEST_SET
 
 
-def _integers(side: Stream, items: Array) -> Array:
+def _integers(side: Operand, items: Array) -> Array:
     return items.view(side.dtype)  # int8 items are held as bytes
 
 
@@ -233,7 +246,7 @@ def _integers(side: Stream, items: Array) -> Array:
 
 
 @np.errstate(all="ignore")
-def _metrics(passed: _Passed, left: Stream, right: Stream, *, exponent: int) -> Metrics:
+def _metrics(passed: _Passed, left: Operand, right: Operand, *, exponent: int) -> Metrics:
     sums, count = passed.together, int(passed.together.count)
 
     def unscaled(number: float, power: int = 1) -> float:
@@ -249,7 +262,10 @@ def _metrics(passed: _Passed, left: Stream, right: Stream, *, exponent: int) -> 
     inner = sums.product + count * means
     correlation = _cosine(sums.product, sums.reference_spread, sums.candidate_spread, differs=differs)
     mean_of = 1 / count if count else math.nan
-    percentiles = tuple(unscaled(passed.differences.quantile(q / 100, high=sums.largest)) for q in PERCENTILES)
+    percentiles = (math.nan if not count else 0.0,) * len(PERCENTILES)
+    if passed.differences is not None:
+        found = passed.differences.quantiles([q / 100 for q in PERCENTILES], high=sums.largest)
+        percentiles = tuple(map(unscaled, found))
     index = tuple(int(i) for i in np.unravel_index(int(sums.place), left.shape)) if differs else ()
     worst = Worst(index, unscaled(sums.worst_reference), unscaled(sums.worst_candidate)) if differs else None
     return Metrics(

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from layerscope.compare.sets import SetCounts
+from layerscope.compare.measure.sets import SetCounts
 
 
 @pytest.mark.parametrize("width", [1, 2, 8, 64])

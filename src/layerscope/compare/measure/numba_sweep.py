@@ -3,7 +3,7 @@
     sweep(reference, candidate, buckets=buckets)      # both float32, or both float64
 
 No GIL. A block of 1024 elements stays in the first-level cache and is gone through several times, once for each loop
-that LLVM turns into vectors by itself. `fallback` has the same verb and gives the same numbers without numba.
+that LLVM turns into vectors by itself. `numpy_sweep` has the same verb and gives the same numbers without numba.
 
 numba's cache on disk notices changes of this file only. So all compiled code is here, and the constants that come
 from elsewhere are part of the names under which it is kept.
@@ -17,11 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from layerscope.compare.sums import Alone, Swept, Together
+from layerscope.compare.measure.sums import Alone, Swept, Together
 from layerscope.stats.sketch import LOWEST, STEPS
 from layerscope.stats.tensor_views import Array
-
-__all__ = ["sweep"]
 
 # Imported as Any: what numba compiles is not Python to a type checker.
 numba: Any = import_module("numba")

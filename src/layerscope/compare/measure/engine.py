@@ -1,4 +1,4 @@
-"""Which code goes through a pair: `kernels` (numba) where it works, else `fallback` (numpy), with the same verb.
+"""Which code goes through a pair: `numba_sweep` where it works, else `numpy_sweep`, with the same verb.
 
     engine().sweep(reference, candidate, buckets=buckets)
 
@@ -12,18 +12,16 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from layerscope.compare.sums import Swept
+from layerscope.compare.measure.sums import Swept
 from layerscope.stats import backend
 from layerscope.stats.sketch import LOWEST, STEPS
 from layerscope.stats.tensor_views import Array
-
-__all__ = ["Engine", "engine", "folded", "table"]
 
 _BUCKETS = (1024 - LOWEST) * STEPS + 1  # of the sketch, for magnitudes: those below 2**LOWEST are the first
 
 
 class Engine(Protocol):
-    """The verb of `kernels` and `fallback`."""
+    """The verb of `numba_sweep` and `numpy_sweep`."""
 
     def sweep(  # noqa: D102
         self, reference: Array, candidate: Array, *, buckets: Array, same: bool = False, start: int = 0,
@@ -45,15 +43,15 @@ def folded(counted: Array, used: int = _BUCKETS) -> Array:
 @cache
 def engine() -> Engine:
     """Return the code that goes through pairs: numba's where it works for single tensors, and for these."""
-    from layerscope.compare import fallback
+    from layerscope.compare.measure import numpy_sweep
 
-    slow = cast(Engine, fallback)
+    slow = cast(Engine, numpy_sweep)
     if backend() != "numba":
         return slow
     try:
-        from layerscope.compare import kernels
+        from layerscope.compare.measure import numba_sweep
 
-        fast = cast(Engine, kernels)
+        fast = cast(Engine, numba_sweep)
         return fast if _answer(fast) == _answer(slow) else slow
     except Exception:  # a numba that does not fit this numpy, Python or machine
         return slow

@@ -16,8 +16,6 @@ import numpy as np
 
 from layerscope.stats.tensor_views import Array
 
-__all__ = ["exactly"]
-
 _FEW: Final = 1 << 20  # numbers that are sorted at once
 _STRETCHES: Final = 1 << 16  # into which what holds more is cut
 _BEYOND: Final = int(np.array(np.inf).view(np.uint64))  # of every finite number, the bits are below these

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["PERCENTILES", "Metrics", "Nonfinite", "Sets", "Side", "Tokens", "Worst"]
-
 PERCENTILES = (50, 90, 95, 99)
 
 

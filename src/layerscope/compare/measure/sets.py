@@ -14,10 +14,8 @@ from typing import final
 
 import numpy as np
 
-from layerscope.compare.metrics import Sets
+from layerscope.compare.measure.metrics import Sets
 from layerscope.stats.tensor_views import Array
-
-__all__ = ["SetCounts"]
 
 
 @final

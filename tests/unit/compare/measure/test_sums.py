@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from layerscope.compare import fallback
-from layerscope.compare.engine import table
-from layerscope.compare.sums import alone, together
+from layerscope.compare.measure import numpy_sweep
+from layerscope.compare.measure.engine import table
+from layerscope.compare.measure.sums import alone, together
 
 
 def swept(r, c, start=0):
-    return fallback.sweep(r, c, buckets=table(), start=start)
+    return numpy_sweep.sweep(r, c, buckets=table(), start=start)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from layerscope.compare import streams
-from layerscope.compare.streams import pairs, stream
+from layerscope.compare.measure import operands
+from layerscope.compare.measure.operands import chunk_pairs, operand
 from layerscope.errors import Unsupported
 
 
 @pytest.mark.parametrize("part", [1, 5, 7, 1000])
 def test_parts_are_equally_long_and_in_order(part, monkeypatch):
-    monkeypatch.setattr(streams, "PART", part)
+    monkeypatch.setattr(operands, "CHUNK", part)
     monkeypatch.setattr("layerscope.stats.tensor_views._COPY", 11)
     x, y = torch.arange(60.0).reshape(3, 20), torch.arange(60.0).reshape(20, 3).T
-    found = [(one.items.copy(), other.items.copy()) for one, other in pairs(stream(x), stream(y))]
+    found = [(one.copy(), other.copy()) for one, other in chunk_pairs(operand(x), operand(y))]
     assert all(one.size == other.size <= part for one, other in found)
     np.testing.assert_array_equal(np.concatenate([one for one, _ in found]), x.reshape(-1))
     np.testing.assert_array_equal(np.concatenate([other for _, other in found]), y.reshape(-1))
@@ -24,9 +24,9 @@ def test_parts_are_equally_long_and_in_order(part, monkeypatch):
 def test_narrow_values_become_float32_exactly(dtype):
     codes = torch.arange(256, dtype=torch.uint8).repeat(2)
     tensor = codes.view(getattr(torch, dtype)) if dtype != "bool" else codes > 7
-    side = stream(tensor)
-    ((one, _),) = pairs(side, side)
-    values = side.values(one.items)
+    side = operand(tensor)
+    ((one, _),) = chunk_pairs(side, side)
+    values = side.values(one)
     assert values.dtype == side.kind == np.float32
     expected = tensor.numpy() if dtype == "uint16" else tensor.double().numpy()
     np.testing.assert_array_equal(values, expected.astype(np.float64))
@@ -34,6 +34,6 @@ def test_narrow_values_become_float32_exactly(dtype):
 
 def test_what_has_no_values_is_refused():
     with pytest.raises(Unsupported, match="meta"):
-        stream(torch.empty(3, device="meta"))
+        operand(torch.empty(3, device="meta"))
     with pytest.raises(Unsupported, match="list"):
-        stream([1.0, 2.0])
+        operand([1.0, 2.0])

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from layerscope.compare import fallback, kernels, streams
-from layerscope.compare.measure import EPSILON, Values, measure
-from layerscope.compare.metrics import PERCENTILES, Metrics
+from layerscope.compare.measure import EPSILON, measure, numba_sweep, numpy_sweep, operands
+from layerscope.compare.measure.metrics import PERCENTILES, Metrics
+from layerscope.compare.measure.operands import operand
 from layerscope.errors import Damaged, Unsupported
 from layerscope.points import Moment, Point
 from layerscope.stats.tensor_views import ITEMS
 from layerscope.store import Blob, Manifest, MemoryRun, Writer, open_run
 
 # The package exports the function under the same name.
-MEASURING = import_module("layerscope.compare.measure")
+MEASURING = import_module("layerscope.compare.measure.pair")
 
 DTYPES = [getattr(torch, name) for name in ITEMS]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -32,15 +32,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 @pytest.fixture(params=["numba", "numpy"])
 def sweeping(request, monkeypatch):
-    chosen = kernels if request.param == "numba" else fallback
+    chosen = numba_sweep if request.param == "numba" else numpy_sweep
     monkeypatch.setattr(MEASURING, "engine", lambda: chosen)
     return chosen
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(streams, "PART", 70_000)
-    monkeypatch.setattr(MEASURING, "PART", 70_000)
+    monkeypatch.setattr(operands, "CHUNK", 70_000)
+    monkeypatch.setattr(MEASURING, "CHUNK", 70_000)
 
 
 def values_of(tensor):
@@ -275,7 +275,7 @@ def test_packed_float4_is_compared_value_by_value():
 def test_a_tensor_elsewhere_is_measured_on_a_copy(monkeypatch):
     pairs = [(some(dtype, (3, 5, 66), seed=1), some(dtype, (3, 5, 66), seed=2)) for dtype in DTYPES]
     expected = [measure(r, c) for r, c in pairs]
-    monkeypatch.setattr(streams, "elsewhere", lambda side: True)
+    monkeypatch.setattr(operands, "elsewhere", lambda side: True)
     assert [measure(r, c) for r, c in pairs] == expected
 
 
@@ -545,7 +545,7 @@ def test_a_token_whose_reference_is_zero_has_no_error():
 
 
 def test_more_tokens_than_are_kept_are_read_from_a_sketch(monkeypatch):
-    monkeypatch.setattr("layerscope.compare.tokens._EXACT", 100)
+    monkeypatch.setattr(import_module("layerscope.compare.measure.token_errors"), "_EXACT", 100)
     r, c = torch.randn(2, 3, 700, 8, dtype=torch.float64)
     exact = np.linalg.norm((c - r).numpy(), axis=-1) / np.linalg.norm(r.numpy(), axis=-1)
     tokens = measure(r, c).tokens
@@ -577,7 +577,7 @@ def test_sets_that_are_cut_between_parts_are_counted_once(monkeypatch):
     c[1::3, 2] = 99
     whole = measure(r, c).sets
     assert (whole.changed, whole.reordered) == (167, 167)
-    monkeypatch.setattr(streams, "PART", 10)
+    monkeypatch.setattr(operands, "CHUNK", 10)
     assert measure(r, c, threads=3).sets == whole
 
 
@@ -590,8 +590,8 @@ def test_the_cut_into_parts_changes_nothing_but_rounding(part, monkeypatch, swee
     c = (r + 0.1 * torch.randn_like(r)).bfloat16()
     c[1, 3, 2] = math.inf
     whole = measure(r, c)
-    monkeypatch.setattr(streams, "PART", part)
-    monkeypatch.setattr(MEASURING, "PART", part)
+    monkeypatch.setattr(operands, "CHUNK", part)
+    monkeypatch.setattr(MEASURING, "CHUNK", part)
     monkeypatch.setattr(MEASURING, "_ROWS", 5)
     assert_true(measure(r, c), r, c)
     parts = measure(r, c, threads=3)
@@ -617,37 +617,37 @@ def entry_of(tensor, name="x"):
 @pytest.mark.parametrize("shape", [(2, 20, 48), (30, 48), (48,)], ids=str)
 def test_a_cut_of_a_fused_tensor_is_compared_with_its_part(shape, monkeypatch):
     for part in (4, 50, 96, 1000, 1 << 18):
-        monkeypatch.setattr(streams, "PART", part)
+        monkeypatch.setattr(operands, "CHUNK", part)
         fused = torch.randn(shape)
         alone = fused[..., 16:40] + 0.1 * torch.randn(*shape[:-1], 24)
         expected = measure(alone, fused[..., 16:40].contiguous())
-        found = measure(Values(entry_of(alone)), Values(entry_of(fused), cut=(16, 40)))
+        found = measure(entry_of(alone), operand(entry_of(fused), cut=(16, 40)))
         assert (found.shape, found.worst, found.equal) == (expected.shape, expected.worst, expected.equal)
         assert_true(found, alone, fused[..., 16:40])
-        back = measure(Values(entry_of(fused), cut=(16, 40)), Values(entry_of(alone)))
+        back = measure(operand(entry_of(fused), cut=(16, 40)), entry_of(alone))
         assert_true(back, fused[..., 16:40], alone)
         turned = tuple(reversed(range(fused.ndim)))
         permuted = fused.permute(turned).contiguous().permute(turned)
-        assert measure(Values(entry_of(alone)), Values(entry_of(permuted), cut=(16, 40))) == found
+        assert measure(entry_of(alone), operand(entry_of(permuted), cut=(16, 40))) == found
 
 
 def test_the_same_values_in_another_shape_are_compared_when_asked():
     r = torch.randn(2, 6, 8)
     c = r.reshape(12, 8) + 0.5
     with pytest.raises(Unsupported, match=r"\[2, 6, 8\].*\[12, 8\]"):
-        measure(Values(entry_of(r)), Values(entry_of(c)))
-    metrics = measure(Values(entry_of(r)), Values(entry_of(c), shape=(2, 6, 8)))
+        measure(entry_of(r), entry_of(c))
+    metrics = measure(entry_of(r), operand(entry_of(c), shape=(2, 6, 8)))
     assert metrics.shape == (2, 6, 8)
     assert metrics.tokens.count == 12
     with pytest.raises(Unsupported, match=r"x:output of shape \[2, 6, 8\] cannot be compared as \[5\]"):
-        measure(Values(entry_of(r), shape=(5,)), Values(entry_of(c)))
+        measure(operand(entry_of(r), shape=(5,)), entry_of(c))
 
 
 def test_a_cut_that_is_not_there_and_a_record_without_a_tensor_are_refused():
     with pytest.raises(Unsupported, match=r"of shape \[4, 8\] has no part 4:9 along its last axis"):
-        measure(Values(entry_of(torch.ones(4, 8)), cut=(4, 9)), torch.ones(4, 5))
+        measure(operand(entry_of(torch.ones(4, 8)), cut=(4, 9)), torch.ones(4, 5))
     with pytest.raises(Unsupported, match="a summary and no tensor"):
-        measure(Values(entry_of(None)), torch.ones(3))
+        measure(operand(entry_of(None)), torch.ones(3))
 
 
 def test_metrics_read_back_from_json():
@@ -673,11 +673,11 @@ def write(path, tensor):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_records_are_measured_from_their_files(tmp_path, threads, monkeypatch):
-    monkeypatch.setattr(streams, "PART", 1000)
-    monkeypatch.setattr(MEASURING, "PART", 1000)
+    monkeypatch.setattr(operands, "CHUNK", 1000)
+    monkeypatch.setattr(MEASURING, "CHUNK", 1000)
     r = torch.randn(3, 50, 96)
     c = (r[..., 32:64] + 0.01).bfloat16()
-    sides = Values(write(tmp_path / "a", r), cut=(32, 64)), Values(write(tmp_path / "b", c))
+    sides = operand(write(tmp_path / "a", r), cut=(32, 64)), operand(write(tmp_path / "b", c))
     metrics = measure(*sides, threads=threads)
     assert_true(metrics, r[..., 32:64], c)
     assert metrics == measure(*sides)
@@ -685,14 +685,14 @@ def test_records_are_measured_from_their_files(tmp_path, threads, monkeypatch):
 
 def test_a_damaged_file_is_not_measured(tmp_path):
     entry = write(tmp_path / "a", torch.randn(300, 1000))
-    assert measure(Values(entry), Values(entry)).bitwise
+    assert measure(entry, entry).bitwise
     segment = tmp_path / "a/rank-00000/segment-00000.safetensors"
     raw = bytearray(segment.read_bytes())
     raw[-5000] ^= 4
     segment.write_bytes(raw)
     for threads in (1, 2):
         with pytest.raises(Damaged, match="not what was written"):
-            measure(Values(entry), torch.zeros(300, 1000), threads=threads)
+            measure(entry, torch.zeros(300, 1000), threads=threads)
 
 
 def test_a_record_that_gives_fewer_values_than_its_shape_says_is_damaged():
@@ -700,16 +700,16 @@ def test_a_record_that_gives_fewer_values_than_its_shape_says_is_damaged():
     short = dataclasses.replace(entry_of(torch.ones(3, 4)), shape=(4, 4))
     for sides in ((short, whole), (whole, short), (short, short)):
         with pytest.raises(Damaged, match="of 16 elements only 12"):
-            measure(*map(Values, sides))
+            measure(*map(operand, sides))
 
 
 # For processes of their own: this project's sources may come from the path as well.
-TESTS = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+TESTS = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
 MEMORY = """
 import sys
 import numpy as np
 from growing import growth
-from layerscope.compare.measure import Values, measure
+from layerscope.compare.measure import measure
 from layerscope.store import open_run
 
 folder, threads = sys.argv[1], int(sys.argv[2])
@@ -718,8 +718,8 @@ other = np.broadcast_to(np.float32(0.5), entry.shape)
 for small in (np.ones((600, 3, 1000), np.float32), np.ones(3)):
     measure(small, small * 2, threads=threads)
 next(entry.pieces(10))
-different, first = growth(lambda: measure(Values(entry), other, threads=threads))
-same, second = growth(lambda: measure(Values(entry), Values(entry), threads=threads))
+different, first = growth(lambda: measure(entry, other, threads=threads))
+same, second = growth(lambda: measure(entry, entry, threads=threads))
 assert (different.max_abs, same.bitwise) == (0.5, True)
 whole, third = growth(lambda: entry.tensor().clone())
 print(entry.nbytes / 2**20, max(first, second), third)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from layerscope.compare.tokens import TokenErrors
+from layerscope.compare.measure.token_errors import TokenErrors
 
 
 def test_a_token_cut_in_three_is_one_token():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from layerscope.compare.measure import measure
-from layerscope.compare.metrics import PERCENTILES, Metrics, Side
+from layerscope.compare.measure.metrics import PERCENTILES, Metrics, Side
 from layerscope.store import strictjson
 
 X = np.random.default_rng(0).standard_normal((2, 6, 4)).astype(np.float32)

@@ -8,7 +8,7 @@ import torch
 
 import layerscope as ls
 from layerscope.compare.measure import PERCENTILE_BOUND, measure
-from layerscope.compare.percentiles import exactly
+from layerscope.compare.measure.percentiles import exactly
 
 PERCENTS = (0, 1, 50, 90, 95, 99, 99.9, 100)
 

@@ -16,8 +16,6 @@ import numpy as np
 
 from layerscope.stats.tensor_views import Array
 
-__all__ = ["Alone", "Swept", "Together", "alone", "together"]
-
 
 class Together(NamedTuple):
     """Sums over the elements that are finite on both sides, and what is known of the others.

@@ -1,4 +1,4 @@
-"""The verb of `kernels` in numpy alone, block by block: the same numbers, slower. And complex numbers, for both.
+"""The verb of `numba_sweep` in numpy alone, block by block: the same numbers, slower. And complex numbers, for both.
 
     sweep(reference, candidate, buckets=buckets)
     sweep_complex(reference, candidate, buckets=buckets)
@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from layerscope.compare.sums import Alone, Swept, Together
+from layerscope.compare.measure.sums import Alone, Swept, Together
 from layerscope.stats.sketch import buckets as bucket_of
 from layerscope.stats.tensor_views import Array
-
-__all__ = ["sweep", "sweep_complex"]
 
 _BLOCK = 1 << 15  # elements at a time: their copies as float64 stay in the second-level cache
 
@@ -25,7 +23,7 @@ def sweep(
     reference: Array, candidate: Array, *, buckets: Array, same: bool = False, start: int = 0,
     epsilon: float = 1e-8, width: int = 0,
 ) -> Swept:  # fmt: skip
-    """Sweep contiguous real elements, as `kernels.sweep` does."""
+    """Sweep contiguous real elements, as `numba_sweep.sweep` does."""
     return _swept(reference, candidate, np.dtype(np.float64), buckets, start, epsilon, width)
 
 
