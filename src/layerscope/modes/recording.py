@@ -84,6 +84,7 @@ def record_modes(
 
     def recorded(mode: Mode, address: str | None) -> Run:
         own = variant(model, mode, setting)
+        grid = {"quantised": f"mode {mode.name}"} if "quant_only" in mode.groups else {}
         recording = record(
             own,
             asked,
@@ -94,7 +95,7 @@ def record_modes(
             append=append,
             name=name,
             mode=mode.name,
-            settings={"inputs": given, **stopped, **(settings or {})},
+            settings={"inputs": given, **grid, **stopped, **(settings or {})},
             listener=progress,
             floors=floors and mode is modes[0] and len(modes) > 1 and stop_after is None and not append,
             tell=progress.measuring,
