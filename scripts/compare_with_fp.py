@@ -22,7 +22,7 @@ from checkout import HERE, give_up, hand_over, tell_user
 try:
     from layerscope.cli import compare as comparing
     from layerscope.cli.page import counting, put
-    from layerscope.compare.document import document
+    from layerscope.compare.page.document import document
     from layerscope.errors import LayerscopeError
     from layerscope.models import is_model
     from layerscope.store import open_run

@@ -321,14 +321,14 @@ def test_help_has_examples_and_imports_no_torch(fresh):
 INTERRUPTED = """
 import os, signal, sys
 from layerscope.cli import main
-from layerscope.compare import jobs
-measure, calls = jobs.measure, []
+from layerscope.compare import record_pair
+measure, calls = record_pair.measure, []
 def eighth(*sides, **how):
     calls.append(1)
     if len(calls) == 8:
         os.kill(os.getpid(), signal.SIGINT)
     return measure(*sides, **how)
-jobs.measure = eighth
+record_pair.measure = eighth
 main(sys.argv[1:])
 """
 

@@ -17,9 +17,9 @@ from layerscope.report import Document, json
 from layerscope.report.writing import printable
 
 if TYPE_CHECKING:
-    from layerscope.compare.bands import Bands
-    from layerscope.compare.document import Detail
-    from layerscope.compare.rows import Against, Comparison, Kind
+    from layerscope.compare.page.bands import Bands
+    from layerscope.compare.page.document import Detail
+    from layerscope.compare.result import Against, Comparison, Kind
 
 __all__ = ["command", "compared", "complaints", "not_compared", "saved"]
 
@@ -94,7 +94,7 @@ def command(
     Exit code 0 when they are the same, differ by noise alone or are quantised, 1 when they differ, 2 when something
     cannot be read or compared, or REF itself has NaN. After Ctrl-C nothing is left behind.
     """
-    from layerscope.compare.document import document
+    from layerscope.compare.page.document import document
 
     if as_json and as_markdown:
         raise click.UsageError("--json and --markdown are two pages; ask for one of them.")
@@ -120,7 +120,7 @@ def command(
         if save_to is not None:
             saved(page, Path(save_to))
         if html_to is not None:
-            from layerscope.compare.page import page as report
+            from layerscope.compare.page.html_page import page as report
 
             with working("reading what the report shows"):
                 leave(report(comparison, bands=bands), html_to)
@@ -176,7 +176,7 @@ def not_compared(comparison: Comparison) -> list[Against]:
 
 
 def _unopened(address: str, error: Exception) -> Against:
-    from layerscope.compare.rows import Against, Verdict
+    from layerscope.compare.result import Against, Verdict
 
     name = address.rstrip("/").rpartition("/")[2]
     because = str(error) if isinstance(error, LayerscopeError) or not error.args else f"{address}: {error}"
@@ -193,7 +193,7 @@ def _tokens(file: str) -> Any:
 
 
 def _bands(said: str | None) -> Bands:
-    from layerscope.compare.bands import PUBLISHED, Bands
+    from layerscope.compare.page.bands import PUBLISHED, Bands
 
     if said is None:
         return PUBLISHED

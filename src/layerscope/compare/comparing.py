@@ -12,27 +12,26 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from layerscope.compare.checking import Checker
-from layerscope.compare.floors import CLASSES, LEAST, LIMIT, Noise, Scale, coarser, rounding
-from layerscope.compare.jobs import Job
-from layerscope.compare.measure.metrics import Metrics
-from layerscope.compare.planning import Plan, Records, fitting, floors_of
+from layerscope.compare.align.pairing import PairingRule, parse_rules
+from layerscope.compare.module_checks import Checker
+from layerscope.compare.noise_floor import CLASSES, LEAST, LIMIT, Noise, Scale, coarser, rounding
+from layerscope.compare.ordering import follow_choices
+from layerscope.compare.plan import Plan, Records, floors_of
 from layerscope.compare.quantised import Siblings, grid_of
-from layerscope.compare.rows import Against, Comparison, Row
-from layerscope.compare.rules import Rule, parse_rules
+from layerscope.compare.record_pair import RecordPair
+from layerscope.compare.result import Against, Comparison, Row
 from layerscope.compare.verdicts import judge, verdict
-from layerscope.errors import BadText, Incomparable, LayerscopeError
+from layerscope.errors import BadText, Incomparable, NoSuchPoint
 from layerscope.store import Run, open_run, selected
 from layerscope.store.address import Address
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["compare"]
 
 Tell: TypeAlias = Callable[[str, int, int], None]
 Runs: TypeAlias = "Address | Run | Sequence[Address | Run]"
@@ -50,7 +49,7 @@ def compare(
     reference: Address | Run,
     *candidates: Address | Run,
     noise: Runs = (),
-    pairing: str | os.PathLike[str] | Sequence[Rule] = (),
+    pairing: str | os.PathLike[str] | Sequence[PairingRule] = (),
     points: str | Sequence[str] = (),
     limit: float = LIMIT,
     arithmetic: str | None = None,
@@ -63,9 +62,10 @@ def compare(
     A candidate's errors are set against the floors that the reference carries (`record(..., floors=True)`), up to
     `limit` times; else against the candidate's own, or against what `noise` shows: trusted runs that differ from the
     reference by rounding alone, each for the class of arithmetic it ran in. `pairing` declares which points belong
-    together (a text, a file or `Rule`s), `points` are patterns of the reference's points to look at. `arithmetic`
-    declares that a candidate computes more coarsely than it stores ("bfloat16"); `tokens` says which tokens count and
-    which are padding, where no `attention_mask` was recorded: true and false, or 1 and 0, batch by tokens.
+    together (a text, a file or `PairingRule`s), `points` are patterns of the reference's points to look at.
+    `arithmetic` declares that a candidate computes more coarsely than it stores ("bfloat16"); `tokens` says which
+    tokens count and which are padding, where no `attention_mask` was recorded: true and false, or 1 and 0, batch by
+    tokens.
 
     Raises Incomparable when nothing of any candidate can be compared; one of several gets a verdict that says so.
     """
@@ -84,15 +84,17 @@ def compare(
     names = _names(others, beside=_name(trusted))
 
     left = Records(trusted)
-    meant = fitting(declared, left, [Records(run) for run in (*others, *quiet)])
-    plans = [Plan(left, right, rules, asked, tokens=counting) for right, rules in meant[: len(others)]]
-    wanted = {job.key for plan in plans for job in plan.jobs}
-    floors = [Plan(left, right, rules, tokens=counting) for right, rules in meant[len(others) :]]
+    plans = [Plan(left, Records(run), declared, asked, tokens=counting) for run in others]
+    wanted = {one.key for plan in plans for one in plan.pairs}
+    floors = [Plan(left, Records(run), declared, tokens=counting) for run in quiet]
     for plan in floors:
-        plan.jobs = [job for job in plan.jobs if job.key in wanted]
+        plan.pairs = [one for one in plan.pairs if one.key in wanted]
+    for rule in declared:
+        if all(rule in plan.alignment.idle for plan in (*plans, *floors)):
+            raise NoSuchPoint(plans[0].alignment.idle[rule])
     _run([*plans, *floors], threads=threads or _cores(), tell=tell or (lambda what, done, total: None))
     for plan in (*plans, *floors):
-        plan.follow_choices()
+        follow_choices(plan.pairs)
     said = [
         f"{len(plan.unread):,} records of the noise run {plan.right.run.address} cannot be read"
         for plan in floors
@@ -119,7 +121,7 @@ def _several(runs: Runs) -> Sequence[Address | Run]:
     return [runs] if isinstance(runs, (str, os.PathLike, Run)) else runs
 
 
-def _rules(rules: str | os.PathLike[str] | Sequence[Rule]) -> Sequence[Rule]:
+def _rules(rules: str | os.PathLike[str] | Sequence[PairingRule]) -> Sequence[PairingRule]:
     if isinstance(rules, os.PathLike):
         try:
             return parse_rules(Path(rules).read_text(encoding="utf-8"))
@@ -162,39 +164,32 @@ def _cores() -> int:
 
 def _run(plans: Sequence[Plan], *, threads: int, tell: Tell) -> None:
     """Measure every pair: tiny ones in turn, others side by side, large ones with all threads, one after the other."""
-    work = [(plan, job) for plan in plans for job in plan.jobs]
-    total, done = len(work), 0
-
-    def finish(plan: Plan, job: Job, outcome: Callable[[], Metrics]) -> None:
-        nonlocal done
-        try:
-            plan.found[job] = outcome()
-        except LayerscopeError as error:  # one damaged record does not cost the others
-            plan.unread[job] = str(error)
-        done += 1
-        tell(job.reference.point.place, done, total)
-
-    side_by_side: list[tuple[Plan, Job]] = []
-    for plan, job in work:
-        if _TINY <= job.nbytes < _LARGE and threads > 1:
-            side_by_side.append((plan, job))
-        else:
-            finish(plan, job, partial(job.measured, threads=threads))
+    work = [(plan, one) for plan in plans for one in plan.pairs]
+    side_by_side = [(p, one) for p, one in work if _TINY <= one.nbytes < _LARGE] if threads > 1 else []
+    apart = set(map(itemgetter(1), side_by_side))
+    done = 0
+    for plan, one in work:
+        if one not in apart:
+            plan.measure(one, threads=threads)
+            done += 1
+            tell(one.point.place, done, len(work))
     if not side_by_side:
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="layerscope-compare") as pool:
-        running: dict[Future[Metrics], tuple[Plan, Job]] = {}
+        running: dict[Future[None], RecordPair] = {}
         waiting = iter(side_by_side)
         try:
             while True:
-                for plan, job in waiting:
-                    running[pool.submit(job.measured)] = (plan, job)
+                for plan, one in waiting:
+                    running[pool.submit(plan.measure, one)] = one
                     if len(running) >= 4 * threads:
                         break
                 if not running:
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    finish(*running.pop(future), future.result)
+                    future.result()
+                    done += 1
+                    tell(running.pop(future).point.place, done, len(work))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -215,7 +210,7 @@ def _judged(
     def judged(declared: str) -> list[Row]:
         plan.computes = declared
         return judge(
-            plan.measured(),
+            plan.rows(),
             candidate=name,
             scale=scale,
             ties=lambda one: plan.ties(one, noise),
@@ -242,7 +237,7 @@ def _judged(
         verdict(rows, grid=grid),
         basis,
         (*_notes(plan, rows), *said),
-        tuple(plan.unread.values()),
+        tuple(plan.unread),
     )
 
 

@@ -262,41 +262,55 @@ def _metrics(passed: _Passed, left: Operand, right: Operand, *, exponent: int) -
     inner = sums.product + count * means
     correlation = _cosine(sums.product, sums.reference_spread, sums.candidate_spread, differs=differs)
     mean_of = 1 / count if count else math.nan
-    percentiles = (math.nan if not count else 0.0,) * len(PERCENTILES)
-    if passed.differences is not None:
-        found = passed.differences.quantiles([q / 100 for q in PERCENTILES], high=sums.largest)
-        percentiles = tuple(map(unscaled, found))
+    mine = _side(passed.reference, left.dtype, unscaled)
+    own: dict[str, Any] = {
+        "shape": left.shape,
+        "count": math.prod(left.shape),
+        "compared": count,
+        "bitwise": passed.bitwise,
+        "equal": int(sums.equal),
+        "reference": mine,
+        # Of equal bits both sides are one object: of many small tensors most memory is numbers.
+        "candidate": mine if passed.bitwise else _side(passed.candidate, right.dtype, unscaled),
+        "correlation": correlation,
+        "cosine": _cosine(inner, power_r, power_c, differs=differs),
+        "nonfinite": _nonfinite(sums, left.shape),
+        "tokens": None if passed.tokens is None else passed.tokens.result(compared=count),
+        "sets": None if passed.sets is None else passed.sets.result(),
+    }
+    if count and not differs:
+        return Metrics(**own, **_NO_ERROR)
+    found = passed.differences or Sketch(np.empty(0, np.int32), np.empty(0, np.int64))
     index = tuple(int(i) for i in np.unravel_index(int(sums.place), left.shape)) if differs else ()
-    worst = Worst(index, unscaled(sums.worst_reference), unscaled(sums.worst_candidate)) if differs else None
     return Metrics(
-        shape=left.shape,
-        count=math.prod(left.shape),
-        compared=count,
-        bitwise=passed.bitwise,
-        equal=int(sums.equal),
-        reference=_side(passed.reference, left.dtype, unscaled),
-        candidate=_side(passed.candidate, right.dtype, unscaled),
+        **own,
         mean=unscaled(sums.difference),
         std=unscaled(math.sqrt(sums.difference_spread * mean_of)),
         mae=unscaled(sums.difference_size * mean_of),
         max_abs=unscaled(sums.largest) if count else math.nan,
-        worst=worst,
+        worst=Worst(index, unscaled(sums.worst_reference), unscaled(sums.worst_candidate)) if differs else None,
         mse=unscaled(power_d * mean_of, 2),
         relative_mse=_ratio(power_d, power_r),
         relative_mae=_ratio(sums.difference_size, sums.reference_size),
         max_relative=sums.largest_relative,
         mean_relative=sums.relative * mean_of,
-        correlation=correlation,
-        cosine=_cosine(inner, power_r, power_c, differs=differs),
         sqnr=_decibels(power_r, power_d),
         relative_l2=math.sqrt(_ratio(power_d, power_r)),
-        scale=(inner / power_r if power_r else math.nan) if differs or not count else 1.0,
-        percentiles=percentiles,
+        scale=inner / power_r if power_r else math.nan,
+        percentiles=tuple(map(unscaled, found.quantiles([q / 100 for q in PERCENTILES], high=sums.largest))),
         percentile_bound=PERCENTILE_BOUND if differs else 0.0,
-        nonfinite=_nonfinite(sums, left.shape),
-        tokens=None if passed.tokens is None else passed.tokens.result(compared=count),
-        sets=None if passed.sets is None else passed.sets.result(),
     )
+
+
+# What is said of two sides without any difference.
+_NO_ERROR: dict[str, Any] = {
+    **dict.fromkeys(("mean", "std", "mae", "max_abs", "mse", "relative_mse", "relative_mae"), 0.0),
+    **dict.fromkeys(("max_relative", "mean_relative", "relative_l2", "percentile_bound"), 0.0),
+    "worst": None,
+    "sqnr": math.inf,
+    "scale": 1.0,
+    "percentiles": (0.0,) * len(PERCENTILES),
+}
 
 
 def _side(own: Alone, dtype: str, unscaled: Callable[[float], float]) -> Side:
@@ -312,10 +326,13 @@ def _side(own: Alone, dtype: str, unscaled: Callable[[float], float]) -> Side:
     return Side(dtype, mean, std, lowest, highest, rms, mean_abs, *counts)
 
 
+_ALL_FINITE = Nonfinite(0, 0, None)
+
+
 def _nonfinite(sums: Together, shape: tuple[int, ...]) -> Nonfinite:
     either, differing = int(sums.nonfinite), int(sums.differing)
     if not either:
-        return Nonfinite(0, 0, None)
+        return _ALL_FINITE
     place = int(sums.first if differing else sums.first_at_all)
     return Nonfinite(either, differing, tuple(int(i) for i in np.unravel_index(place, shape)))
 

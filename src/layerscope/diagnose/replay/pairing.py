@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from layerscope.compare.alignment import Alignment, Seen, align
-from layerscope.compare.rules import Rule
+from layerscope.compare.align.alignment import Alignment, align
+from layerscope.compare.align.pairing import PairingRule
+from layerscope.compare.align.run_points import RunPoint
 from layerscope.points import Point
 
 __all__ = ["Pairing", "Part", "pair"]
@@ -42,7 +43,7 @@ def pair(
     reference: Mapping[str, tuple[int, ...] | None],
     candidate: Mapping[str, tuple[int, ...] | None],
     *,
-    rules: Sequence[Rule] = (),
+    rules: Sequence[PairingRule] = (),
 ) -> Pairing:
     """Pair the modules of two models that have run; each is given with the shape of its first output."""
     alignment = _aligned(reference, candidate, rules)
@@ -66,7 +67,7 @@ def pair(
 def _aligned(
     reference: Mapping[str, tuple[int, ...] | None],
     candidate: Mapping[str, tuple[int, ...] | None],
-    rules: Sequence[Rule],
+    rules: Sequence[PairingRule],
 ) -> Alignment:
-    sides = [[Seen(Point(name), shape, 1) for name, shape in side.items()] for side in (reference, candidate)]
+    sides = [[RunPoint(Point(name), shape, 1) for name, shape in side.items()] for side in (reference, candidate)]
     return align(*sides, rules=rules)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from layerscope.compare.rules import Rule
+from layerscope.compare.align.pairing import PairingRule
 from layerscope.diagnose.judge.measuring import measured, rounding
 from layerscope.diagnose.replay.capture import Captured, capture
 from layerscope.diagnose.replay.module_hooks import Frame, Key, reseed, visiting
@@ -58,7 +58,7 @@ class Passes:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, ours: Side, theirs: Side, restore: Callable[[], None], *, rules: Sequence[Rule]) -> Passes:
+    def begin(cls, ours: Side, theirs: Side, restore: Callable[[], None], *, rules: Sequence[PairingRule]) -> Passes:
         """Run each model once by itself, and pair their modules."""
         random = RandomState()
         capturing = partial(
