@@ -26,6 +26,7 @@ from layerscope.compare.record_pair import RecordPair
 from layerscope.compare.result import Against, Comparison, Row
 from layerscope.compare.verdicts import judge, verdict
 from layerscope.errors import BadText, Incomparable, NoSuchPoint
+from layerscope.report.notebook import progress
 from layerscope.store import Run, open_run, selected
 from layerscope.store.address import Address
 
@@ -92,7 +93,8 @@ def compare(
     for rule in declared:
         if all(rule in plan.alignment.idle for plan in (*plans, *floors)):
             raise NoSuchPoint(plans[0].alignment.idle[rule])
-    _run([*plans, *floors], threads=threads or _cores(), tell=tell or (lambda what, done, total: None))
+    with progress("comparing") as shown:
+        _run([*plans, *floors], threads=threads or _cores(), tell=tell or shown)
     for plan in (*plans, *floors):
         follow_choices(plan.pairs)
     said = [

@@ -16,8 +16,6 @@ from layerscope.compare.align.pairing import PairingRule
 from layerscope.compare.align.run_points import RunPoint
 from layerscope.points import Point
 
-__all__ = ["Pairing", "Part", "pair"]
-
 Cut = tuple[int, int]
 
 
