@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import interleave, machine, table
-from layerscope.compare.measure import Values, measure
+from layerscope.compare.measure import measure
 from layerscope.points import Moment, Point
 from layerscope.store import Blob, Manifest, Writer, open_run
 
@@ -92,7 +92,7 @@ def read_alone(paths: list[Path]) -> int:
 
 def compared(title: str, r: torch.Tensor, c: torch.Tensor, folder: Path, *, others: bool) -> None:
     paths = [written(folder / name, tensor) for name, tensor in (("reference", r), ("candidate", c))]
-    sides = [Values(next(open_run(path).records("layer"))) for path in paths]
+    sides = [next(open_run(path).records("layer")) for path in paths]
     size = r.nbytes + c.nbytes
     metrics = measure(*sides)
     variants: dict[str, Callable[[], object]] = {

@@ -22,7 +22,7 @@ from checkout import HERE, give_up, hand_over, tell_user
 try:
     from layerscope.cli import compare as comparing
     from layerscope.cli.page import counting, put
-    from layerscope.compare.document import document
+    from layerscope.compare.page.document import document
     from layerscope.errors import LayerscopeError
     from layerscope.models import is_model
     from layerscope.store import open_run
@@ -51,12 +51,11 @@ def main() -> int:
                 f"{asked.output_dir}:{asked.reference}",
                 [f"{asked.output_dir}:{mode}" for mode in modes],
                 tell=tell,
-                resume=True,
             )
     except (LayerscopeError, OSError) as error:
         give_up(str(error))
     except KeyboardInterrupt:
-        tell_user("interrupted; what was measured is kept, and the same command goes on from there")
+        tell_user("interrupted; nothing was written")
         return 130
     if asked.save_comparison:
         for mode, against in zip(modes, comparison, strict=True):

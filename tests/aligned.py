@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from layerscope.compare.alignment import Seen
+from layerscope.compare.align.run_points import RunPoint
 from layerscope.points import Point
 
 
 def seen(*texts, shape=(2, 8)):
-    return [Seen(Point.parse(text), shape, 1) for text in texts]
+    return [RunPoint(Point.parse(text), shape, 1) for text in texts]
 
 
 def paired(alignment, method=None):

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from layerscope.compare.metrics import PERCENTILES, Metrics, Nonfinite, Side, Worst
-from layerscope.compare.rows import Against, Comparison, Floor, Kind, Row, Verdict
+from layerscope.compare.measure.metrics import PERCENTILES, Metrics, Nonfinite, Side, Worst
+from layerscope.compare.result import Against, Comparison, Floor, Kind, Row, Verdict
 from layerscope.points import Moment, Point
 
 

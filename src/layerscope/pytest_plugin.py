@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from layerscope.compare.rows import Comparison
+    from layerscope.compare.result import Comparison
     from layerscope.store import Run
 
 __all__ = ["FOLDER", "UPDATE", "Layers", "layers"]

@@ -1,11 +1,10 @@
 """`layerscope compare`: the verdict, the page, the exit code, the file left behind."""
 
 import json
+import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -319,39 +318,39 @@ def test_help_has_examples_and_imports_no_torch(fresh):
     assert not loaded & {"torch", "numpy", "rich"}
 
 
-SLOW = """
-import sys, time
+INTERRUPTED = """
+import os, signal, sys
 from layerscope.cli import main
-from layerscope.compare import jobs
-measure = jobs.measure
-def slowly(*sides, **how):
-    sys.stderr.write("measuring\\n")
-    time.sleep(0.2)
+from layerscope.compare import record_pair
+measure, calls = record_pair.measure, []
+def eighth(*sides, **how):
+    calls.append(1)
+    if len(calls) == 8:
+        os.kill(os.getpid(), signal.SIGINT)
     return measure(*sides, **how)
-jobs.measure = slowly
+record_pair.measure = eighth
 main(sys.argv[1:])
 """
 
 
-def test_ctrl_c_is_130_with_a_sentence_and_a_second_run_goes_on(cli, tmp_path):
+def test_ctrl_c_is_130_with_a_sentence_and_leaves_nothing_behind(cli, tmp_path):
     model = nn.Sequential(*(nn.Identity() for _ in range(40)))
     for name in ("a", "b"):
         with record(model, "*", to=tmp_path / name):
             model(torch.arange(64.0))
     args = ("compare", tmp_path / "a", tmp_path / "b")
-    process = subprocess.Popen([sys.executable, "-c", SLOW, *args], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    measuring = sum("measuring" in process.stderr.readline() for _ in range(8))
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert measuring == 8
-    assert process.returncode == 130
-    assert err.splitlines()[-1] == (
-        "layerscope: interrupted; what was measured is kept, and the same command goes on from there"
+    before = sorted(tmp_path.rglob("*"))
+    cache = tmp_path / "cache"
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, *args],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        timeout=60,
     )
-    again = cli(*args, "--json")
-    assert again.code == 0
-    notes = read(again.out)["candidates"][0]["notes"]
-    assert any("measured before the interruption" in note for note in notes)
-    assert not any("before the interruption" in n for n in read(cli(*args, "--json").out)["candidates"][0]["notes"])
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "layerscope: interrupted; nothing was written"
+    assert sorted(tmp_path.rglob("*")) == before
+    again = read(cli(*args, "--json").out)
+    assert again["verdict"] == "same"
+    assert len(again["rows"]) == 40

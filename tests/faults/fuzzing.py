@@ -179,7 +179,7 @@ def schedule(text: str) -> None:
 
 
 def pairing(text: str) -> None:
-    from layerscope.compare.rules import parse_rules
+    from layerscope.compare.align.pairing import parse_rules
 
     for rule in parse_rules(text):
         assert parse_rules(str(rule)) == (rule,)

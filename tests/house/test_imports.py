@@ -99,7 +99,7 @@ def test_there_are_no_drawer_files():
     assert not {path.stem for path in SOURCE.rglob("*.py")} & drawers
 
 
-@pytest.mark.parametrize("first", ["import layerscope.compare.metrics", "pass"])
+@pytest.mark.parametrize("first", ["import layerscope.compare.measure.metrics", "pass"])
 def test_compare_is_called_whatever_was_imported_before(first):
     call = "layerscope.compare('nowhere', 'nor here')"
     code = f"{first}; import layerscope\ntry: {call}\nexcept layerscope.LayerscopeError as error: print(error)"

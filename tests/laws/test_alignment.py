@@ -5,9 +5,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerscope.compare.alignment import Seen, align
-from layerscope.compare.moments import pair_moments
-from layerscope.compare.rules import Rule, parse_rules
+from layerscope.compare.align.alignment import align
+from layerscope.compare.align.moments import pair_moments
+from layerscope.compare.align.pairing import PairingRule, parse_rules
+from layerscope.compare.align.run_points import RunPoint
 from layerscope.errors import BadText
 from layerscope.points import SIDES, Moment, Point, escape
 
@@ -27,7 +28,7 @@ points = st.builds(Point, names, st.sampled_from(SIDES), leaves) | st.builds(
     Point, names, st.sampled_from(["input", "output"]), leaves, st.just(True)
 )
 shapes = st.sampled_from([None, (), (2, 8), (2, 24), (4, 8)])
-runs = st.lists(st.builds(Seen, points, shapes, st.just(1)), max_size=12, unique_by=lambda seen: seen.point)
+runs = st.lists(st.builds(RunPoint, points, shapes, st.just(1)), max_size=12, unique_by=lambda seen: seen.point)
 
 globs = st.sampled_from(["**.q_proj", "**.k_proj", "**.qkv_proj", "**.mlp", "layers.*", "h.*", "model.**", "**", "wte"])
 anything = st.one_of(globs, names.map(lambda name: escape(name) or "."))
@@ -37,7 +38,7 @@ patterns = st.builds("{}{}".format, anything, suffixes)
 
 def made(verb, left, right):
     try:
-        return Rule(verb, left, right)
+        return PairingRule(verb, left, right)
     except BadText:
         return None
 
@@ -83,7 +84,7 @@ always = {
 
 
 def with_points(run, texts):
-    return list({seen.point: seen for seen in (*run, *(Seen(Point(text), (2, 8), 1) for text in texts))}.values())
+    return list({seen.point: seen for seen in (*run, *(RunPoint(Point(text), (2, 8), 1) for text in texts))}.values())
 
 
 @modest
@@ -91,9 +92,9 @@ def with_points(run, texts):
 def test_rules_lose_nothing_either(reference, candidate, lines):
     reference = with_points(reference, [always[line][0] for line in lines])
     candidate = with_points(candidate, [always[line][1] for line in lines])
-    declared = [Rule.parse(line) for line in lines if not line.startswith(("fuse", "split"))]
+    declared = [PairingRule.parse(line) for line in lines if not line.startswith(("fuse", "split"))]
     assert_nothing_lost(reference, candidate, align(reference, candidate, rules=declared), fused=False)
-    declared = [Rule.parse(line) for line in lines]
+    declared = [PairingRule.parse(line) for line in lines]
     found = align(reference, candidate, rules=declared)
     assert_nothing_lost(reference, candidate, found, fused=True)
     cut = Counter(pair.candidate for pair in found.pairs if pair.candidate_cut is not None)
@@ -132,15 +133,15 @@ def test_which_run_is_called_the_reference_does_not_change_the_pairs(reference, 
 @modest
 @given(st.lists(rules, max_size=4))
 def test_the_text_of_rules_reads_back(declared):
-    assert [Rule.parse(str(rule)) for rule in declared] == declared
+    assert [PairingRule.parse(str(rule)) for rule in declared] == declared
     assert parse_rules("\n".join(f"  {rule}   # {rule}" for rule in declared)) == tuple(declared)
 
 
 @modest
 @given(names)
 def test_a_rule_with_an_escaped_name_is_about_that_name(name):
-    rule = Rule("pair", Point(name).place, "there")
-    assert Rule.parse(str(rule)).counterpart(Point(name)) == Point("there")
+    rule = PairingRule("pair", Point(name).place, "there")
+    assert PairingRule.parse(str(rule)).counterpart(Point(name)) == Point("there")
     assert rule.counterpart(Point(f"{name}x")) is None
 
 

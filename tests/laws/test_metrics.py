@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from layerscope.compare import fallback, kernels, streams
-from layerscope.compare.engine import folded, table
-from layerscope.compare.measure import measure
-from layerscope.compare.metrics import Metrics
-from layerscope.compare.sums import alone, together
+from layerscope.compare.measure import measure, numba_sweep, numpy_sweep, operands
+from layerscope.compare.measure.engine import folded, table
+from layerscope.compare.measure.metrics import Metrics
+from layerscope.compare.measure.sums import alone, together
 
 # The package exports the function under the same name.
-MEASURING = import_module("layerscope.compare.measure")
+MEASURING = import_module("layerscope.compare.measure.pair")
 
 modest = settings(max_examples=80, deadline=None)
 
@@ -54,7 +53,7 @@ def assert_close(a: Metrics, b: Metrics) -> None:
 
 
 @modest
-@given(sides(floats), st.data(), st.sampled_from([kernels, fallback]))
+@given(sides(floats), st.data(), st.sampled_from([numba_sweep, numpy_sweep]))
 def test_joining_the_parts_gives_the_sums_of_the_whole(pair, data, engine):
     r, c = (side.astype(np.float64) for side in pair)
     cut = data.draw(st.integers(0, r.size))
@@ -85,8 +84,8 @@ def test_neither_threads_nor_the_size_of_parts_matter(pair, part, threads):
     r, c = pair
     whole = measure(r, c)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "PART", part)
-        patch.setattr(MEASURING, "PART", part)
+        patch.setattr(operands, "CHUNK", part)
+        patch.setattr(MEASURING, "CHUNK", part)
         alone_, many = measure(r, c), measure(r, c, threads=threads)
     np.testing.assert_equal(many.to_json(), alone_.to_json())
     assert_close(whole, many)
@@ -96,9 +95,9 @@ def test_neither_threads_nor_the_size_of_parts_matter(pair, part, threads):
 @given(sides(floats))
 def test_both_engines_agree(pair):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MEASURING, "engine", lambda: kernels)
+        patch.setattr(MEASURING, "engine", lambda: numba_sweep)
         fast = measure(*pair)
-        patch.setattr(MEASURING, "engine", lambda: fallback)
+        patch.setattr(MEASURING, "engine", lambda: numpy_sweep)
         slow = measure(*pair)
     assert_close(fast, slow)
     assert fast.worst == slow.worst

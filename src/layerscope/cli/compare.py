@@ -17,9 +17,9 @@ from layerscope.report import Document, json
 from layerscope.report.writing import printable
 
 if TYPE_CHECKING:
-    from layerscope.compare.bands import Bands
-    from layerscope.compare.document import Detail
-    from layerscope.compare.rows import Against, Comparison, Kind
+    from layerscope.compare.page.bands import Bands
+    from layerscope.compare.page.document import Detail
+    from layerscope.compare.result import Against, Comparison, Kind
 
 __all__ = ["command", "compared", "complaints", "not_compared", "saved"]
 
@@ -69,7 +69,6 @@ NEVER, BAND = "never", "band:"
     help=f"What makes the exit code 1: {', '.join(KINDS)}, band:LEVEL (or worse), never; default: it differs.",
 )
 @click.option("--save_comparison", "--save-comparison", "save_to", metavar="FILE.json", help="Save what --json prints.")
-@click.option("--no-resume", is_flag=True, help="Measure everything again after an interruption.")
 @options.as_html
 @options.as_json
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
@@ -86,7 +85,6 @@ def command(
     detail: Detail,
     fail_on: tuple[str, ...],
     save_to: str | None,
-    no_resume: bool,
     html_to: str | None,
     as_json: bool,
     as_markdown: bool,
@@ -94,15 +92,15 @@ def command(
     """Compare one or more runs CAND with the run REF: any layout, `folder:mode` where a folder holds several.
 
     Exit code 0 when they are the same, differ by noise alone or are quantised, 1 when they differ, 2 when something
-    cannot be read or compared, or REF itself has NaN. After Ctrl-C the same command goes on where it stopped.
+    cannot be read or compared, or REF itself has NaN. After Ctrl-C nothing is left behind.
     """
-    from layerscope.compare.document import document
+    from layerscope.compare.page.document import document
 
     if as_json and as_markdown:
         raise click.UsageError("--json and --markdown are two pages; ask for one of them.")
     bands = _bands(bands_said)
     _check(fail_on, bands)
-    how: dict[str, Any] = {"noise": noise, "points": points, "resume": not no_resume}
+    how: dict[str, Any] = {"noise": noise, "points": points}
     if pairing is not None:
         how["pairing"] = Path(pairing)
     if arithmetic is not None:
@@ -115,15 +113,14 @@ def command(
         with counting("comparing") as tell:
             comparison = compared(reference, candidates, tell=tell, **how)
     except KeyboardInterrupt:
-        rest = "" if no_resume else "; what was measured is kept, and the same command goes on from there"
-        click.echo(f"layerscope: interrupted{rest}", err=True)
+        click.echo("layerscope: interrupted; nothing was written", err=True)
         return 130
     page = document(comparison, detail=detail, bands=bands)
     try:
         if save_to is not None:
             saved(page, Path(save_to))
         if html_to is not None:
-            from layerscope.compare.page import page as report
+            from layerscope.compare.page.html_page import page as report
 
             with working("reading what the report shows"):
                 leave(report(comparison, bands=bands), html_to)
@@ -179,7 +176,7 @@ def not_compared(comparison: Comparison) -> list[Against]:
 
 
 def _unopened(address: str, error: Exception) -> Against:
-    from layerscope.compare.rows import Against, Verdict
+    from layerscope.compare.result import Against, Verdict
 
     name = address.rstrip("/").rpartition("/")[2]
     because = str(error) if isinstance(error, LayerscopeError) or not error.args else f"{address}: {error}"
@@ -196,7 +193,7 @@ def _tokens(file: str) -> Any:
 
 
 def _bands(said: str | None) -> Bands:
-    from layerscope.compare.bands import PUBLISHED, Bands
+    from layerscope.compare.page.bands import PUBLISHED, Bands
 
     if said is None:
         return PUBLISHED

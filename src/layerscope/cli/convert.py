@@ -85,7 +85,7 @@ def command(
 
 def _shown(source: str, target: Path, layout: str) -> Document:
     """Write what another tool looks at, and say what was written."""
-    from layerscope.compare.saved import loads
+    from layerscope.compare.page.saved import loads
     from layerscope.store import Run, open_run
 
     saved = source.endswith(".json") and Path(source).is_file()

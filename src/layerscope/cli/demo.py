@@ -16,7 +16,7 @@ from layerscope.report.parts import Document, Fact, Facts, Heading, Notes, Part,
 from layerscope.report.writing import number
 
 if TYPE_CHECKING:
-    from layerscope.compare.rows import Against, Comparison
+    from layerscope.compare.result import Against, Comparison
     from layerscope.store import Run
 
 __all__ = ["command"]
@@ -35,7 +35,7 @@ def command(to: str | None) -> None:
     (runs/demo.html) and the same as Markdown.
     """
     from layerscope.compare import compare
-    from layerscope.compare.document import document, overview
+    from layerscope.compare.page.document import document, overview
 
     place = (to or _free("runs/demo")).rstrip("/")
     reference, *candidates = _recorded(place)

@@ -38,8 +38,8 @@ def command(what: tuple[str, ...], to: str) -> None:
 
 def _page(address: str, tell: Tell) -> Document:
     if address.endswith(".json") and Path(address).is_file():
-        from layerscope.compare.page import page as compared
-        from layerscope.compare.saved import loads
+        from layerscope.compare.page.html_page import page as compared
+        from layerscope.compare.page.saved import loads
 
         return compared(loads(Path(address).read_bytes()))
     from layerscope.pages.run import page

@@ -11,14 +11,14 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from layerscope.compare.align.pairing import PairingRule, parse_rules
 from layerscope.compare.asserting import assert_runs_match
-from layerscope.compare.bands import PUBLISHED, Band, Bands
 from layerscope.compare.channels import Outliers, outliers
 from layerscope.compare.comparing import compare
 from layerscope.compare.measure import measure
-from layerscope.compare.metrics import Metrics
-from layerscope.compare.rows import Against, Comparison, Row, Verdict
-from layerscope.compare.rules import Rule, parse_rules
+from layerscope.compare.measure.metrics import Metrics
+from layerscope.compare.page.bands import PUBLISHED, Band, Bands
+from layerscope.compare.result import Against, Comparison, Row, Verdict
 
 __all__ = [
     "PUBLISHED",
@@ -28,8 +28,8 @@ __all__ = [
     "Comparison",
     "Metrics",
     "Outliers",
+    "PairingRule",
     "Row",
-    "Rule",
     "Verdict",
     "assert_runs_match",
     "compare",

@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+from layerscope.compare.align.pairing import PairingRule
 from layerscope.compare.comparing import compare
-from layerscope.compare.rows import Against, Comparison, Row
-from layerscope.compare.rules import Rule
-from layerscope.compare.verdicts import LIMIT
+from layerscope.compare.noise_floor import LIMIT
+from layerscope.compare.result import Against, Comparison, Row
 from layerscope.report import Cell, Column, Document, Notes, Part, Sentence, Table, terminal
 from layerscope.report.parts import Value
 from layerscope.store import Run
 from layerscope.store.address import Address
-
-__all__ = ["assert_runs_match", "mismatch"]
 
 _AFTER = 2  # rows shown behind the first that parted
 _LISTED = 5
@@ -39,7 +37,7 @@ def assert_runs_match(
     candidate: Address | Run,
     *,
     noise: Address | Run | Sequence[Address | Run] = (),
-    pairing: str | os.PathLike[str] | Sequence[Rule] = (),
+    pairing: str | os.PathLike[str] | Sequence[PairingRule] = (),
     limit: float = LIMIT,
     points: str | Sequence[str] = (),
     allow_partial: bool = False,

@@ -27,7 +27,6 @@ from layerscope.store import Damage, Entry, Run, Table, open_run, selected
 if TYPE_CHECKING:
     from layerscope.stats.tensor_views import Array
 
-__all__ = ["Outliers", "outliers"]
 
 MOST_TOKENS = 0.2  # the share of a channel's places from which it is said to be carried by most of them
 SHOWN = 40  # rows of a page

@@ -12,28 +12,27 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from layerscope.compare.checking import Checker
-from layerscope.compare.floors import CLASSES, LEAST, LIMIT, Noise, Scale, coarser, rounding
-from layerscope.compare.jobs import Job
-from layerscope.compare.metrics import Metrics
-from layerscope.compare.planning import Plan, Records, fitting, floors_of
+from layerscope.compare.align.pairing import PairingRule, parse_rules
+from layerscope.compare.module_checks import Checker
+from layerscope.compare.noise_floor import CLASSES, LEAST, LIMIT, Noise, Scale, coarser, rounding
+from layerscope.compare.ordering import follow_choices
+from layerscope.compare.plan import Plan, Records, floors_of
 from layerscope.compare.quantised import Siblings, grid_of
-from layerscope.compare.resuming import Memory, place, stamp
-from layerscope.compare.rows import Against, Comparison, Row
-from layerscope.compare.rules import Rule, parse_rules
+from layerscope.compare.record_pair import RecordPair
+from layerscope.compare.result import Against, Comparison, Row
 from layerscope.compare.verdicts import judge, verdict
-from layerscope.errors import BadText, Incomparable, LayerscopeError
+from layerscope.errors import BadText, Incomparable, NoSuchPoint
 from layerscope.report.notebook import progress
-from layerscope.store import Run, cache_folder, open_run, selected
+from layerscope.store import Run, open_run, selected
 from layerscope.store.address import Address
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["compare"]
 
 Tell: TypeAlias = Callable[[str, int, int], None]
 Runs: TypeAlias = "Address | Run | Sequence[Address | Run]"
@@ -43,6 +42,7 @@ _FINER = 0.3
 _FAR = 30.0
 _EVEN = 5.0  # times the whole error, that a column's may be by rounding
 _FACTOR = 0.3  # of an error: rounding is no factor
+_TINY = 1 << 16  # bytes up to which handing a pair to a thread costs more than measuring it
 _LARGE = 32 << 20  # bytes from which a pair is worth all threads by itself
 
 
@@ -50,13 +50,12 @@ def compare(
     reference: Address | Run,
     *candidates: Address | Run,
     noise: Runs = (),
-    pairing: str | os.PathLike[str] | Sequence[Rule] = (),
+    pairing: str | os.PathLike[str] | Sequence[PairingRule] = (),
     points: str | Sequence[str] = (),
     limit: float = LIMIT,
     arithmetic: str | None = None,
     tokens: Any = None,
     threads: int | None = None,
-    resume: bool = False,
     tell: Tell | None = None,
 ) -> Comparison:
     """Compare candidates with a reference, point by point and moment by moment.
@@ -64,11 +63,10 @@ def compare(
     A candidate's errors are set against the floors that the reference carries (`record(..., floors=True)`), up to
     `limit` times; else against the candidate's own, or against what `noise` shows: trusted runs that differ from the
     reference by rounding alone, each for the class of arithmetic it ran in. `pairing` declares which points belong
-    together (a text, a file or `Rule`s), `points` are patterns of the reference's points to look at. `arithmetic`
-    declares that a candidate computes more coarsely than it stores ("bfloat16"); `tokens` says which tokens count and
-    which are padding, where no `attention_mask` was recorded: true and false, or 1 and 0, batch by tokens. With
-    `resume`, what is measured is remembered until the comparison is whole, so that the same call goes on after an
-    interruption.
+    together (a text, a file or `PairingRule`s), `points` are patterns of the reference's points to look at.
+    `arithmetic` declares that a candidate computes more coarsely than it stores ("bfloat16"); `tokens` says which
+    tokens count and which are padding, where no `attention_mask` was recorded: true and false, or 1 and 0, batch by
+    tokens.
 
     Raises Incomparable when nothing of any candidate can be compared; one of several gets a verdict that says so.
     """
@@ -87,19 +85,19 @@ def compare(
     names = _names(others, beside=_name(trusted))
 
     left = Records(trusted)
-    meant = fitting(declared, left, [Records(run) for run in (*others, *quiet)])
-    plans = [Plan(left, right, rules, asked, tokens=counting) for right, rules in meant[: len(others)]]
-    wanted = {job.key for plan in plans for job in plan.jobs}
-    floors = [Plan(left, right, rules, tokens=counting) for right, rules in meant[len(others) :]]
+    plans = [Plan(left, Records(run), declared, asked, tokens=counting) for run in others]
+    wanted = {one.key for plan in plans for one in plan.pairs}
+    floors = [Plan(left, Records(run), declared, tokens=counting) for run in quiet]
     for plan in floors:
-        plan.jobs = [job for job in plan.jobs if job.key in wanted]
-    with Memory(_memory([trusted, *others, *quiet]) if resume else None) as memory, progress("comparing") as shown:
-        _run([*plans, *floors], memory, threads=threads or _cores(), tell=tell or shown)
-        resumed = memory.resumed
+        plan.pairs = [one for one in plan.pairs if one.key in wanted]
+    for rule in declared:
+        if all(rule in plan.alignment.idle for plan in (*plans, *floors)):
+            raise NoSuchPoint(plans[0].alignment.idle[rule])
+    with progress("comparing") as shown:
+        _run([*plans, *floors], threads=threads or _cores(), tell=tell or shown)
     for plan in (*plans, *floors):
-        plan.follow_choices()
-    said = [f"{resumed:,} pairs were measured before the interruption"] if resumed else []
-    said += [
+        follow_choices(plan.pairs)
+    said = [
         f"{len(plan.unread):,} records of the noise run {plan.right.run.address} cannot be read"
         for plan in floors
         if plan.unread
@@ -125,7 +123,7 @@ def _several(runs: Runs) -> Sequence[Address | Run]:
     return [runs] if isinstance(runs, (str, os.PathLike, Run)) else runs
 
 
-def _rules(rules: str | os.PathLike[str] | Sequence[Rule]) -> Sequence[Rule]:
+def _rules(rules: str | os.PathLike[str] | Sequence[PairingRule]) -> Sequence[PairingRule]:
     if isinstance(rules, os.PathLike):
         try:
             return parse_rules(Path(rules).read_text(encoding="utf-8"))
@@ -163,60 +161,39 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _memory(runs: Sequence[Run]) -> Path | None:
-    folder, stamped = cache_folder(), stamp(runs)
-    return place(folder, stamped) if folder is not None and stamped is not None else None
-
-
 # Measuring --------------------------------------------------------------------------------------
 
 
-def _run(plans: Sequence[Plan], memory: Memory, *, threads: int, tell: Tell) -> None:
-    """Measure every pair: small ones side by side, large ones with all threads, one after the other."""
-    work = [(plan, job) for plan in plans for job in plan.jobs]
-    total, done = len(work), 0
-
-    def finish(plan: Plan, job: Job, outcome: Callable[[], Metrics]) -> None:
-        nonlocal done
-        try:
-            plan.found[job] = outcome()
-            memory.keep(_text(plan, job), plan.found[job])
-        except LayerscopeError as error:  # one damaged record does not cost the others
-            plan.unread[job] = str(error)
-        done += 1
-        tell(job.reference.point.place, done, total)
-
-    small: list[tuple[Plan, Job]] = []
-    for plan, job in work:
-        known = memory.known(_text(plan, job))
-        if known is not None:
-            plan.found[job] = known
+def _run(plans: Sequence[Plan], *, threads: int, tell: Tell) -> None:
+    """Measure every pair: tiny ones in turn, others side by side, large ones with all threads, one after the other."""
+    work = [(plan, one) for plan in plans for one in plan.pairs]
+    side_by_side = [(p, one) for p, one in work if _TINY <= one.nbytes < _LARGE] if threads > 1 else []
+    apart = set(map(itemgetter(1), side_by_side))
+    done = 0
+    for plan, one in work:
+        if one not in apart:
+            plan.measure(one, threads=threads)
             done += 1
-        elif job.nbytes < _LARGE and threads > 1:
-            small.append((plan, job))
-        else:
-            finish(plan, job, lambda job=job: job.measured(threads=threads))  # type: ignore[misc]
-    if not small:
+            tell(one.point.place, done, len(work))
+    if not side_by_side:
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="layerscope-compare") as pool:
-        running: dict[Future[Metrics], tuple[Plan, Job]] = {}
-        waiting = iter(small)
+        running: dict[Future[None], RecordPair] = {}
+        waiting = iter(side_by_side)
         try:
             while True:
-                for plan, job in waiting:
-                    running[pool.submit(job.measured)] = (plan, job)
+                for plan, one in waiting:
+                    running[pool.submit(plan.measure, one)] = one
                     if len(running) >= 4 * threads:
                         break
                 if not running:
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    finish(*running.pop(future), future.result)
+                    future.result()
+                    done += 1
+                    tell(running.pop(future).point.place, done, len(work))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _text(plan: Plan, job: Job) -> str:
-    return f"{plan.left.run.address} {plan.right.run.address} {job}"
 
 
 # What they come to ------------------------------------------------------------------------------
@@ -235,7 +212,7 @@ def _judged(
     def judged(declared: str) -> list[Row]:
         plan.computes = declared
         return judge(
-            plan.measured(),
+            plan.rows(),
             candidate=name,
             scale=scale,
             ties=lambda one: plan.ties(one, noise),
@@ -262,7 +239,7 @@ def _judged(
         verdict(rows, grid=grid),
         basis,
         (*_notes(plan, rows), *said),
-        tuple(plan.unread.values()),
+        tuple(plan.unread),
     )
 
 

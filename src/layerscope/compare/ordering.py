@@ -1,7 +1,7 @@
 """Choices that two runs list in another order, and what lies in that order: scores, and the rows of chosen experts.
 
-    again = follow_choices({job: job.measured() for job in jobs})
-    again[job].metrics                                 # measured once more, in the order of the reference
+    follow_choices(pairs)
+    pair.metrics, pair.choice                          # measured once more, in the order of the reference
 
 A token goes to experts 3 and 1, or to 1 and 3: nothing depends on it but the order of what belongs to them, which is no
 difference. What comes after the experts, token by token, is never read in another order, so that a fault shows there.
@@ -11,87 +11,79 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from layerscope.compare.floors import Step, rounding, step_of
-from layerscope.compare.jobs import Job
-from layerscope.compare.measure import Values, measure
-from layerscope.compare.metrics import Metrics
+from layerscope.compare.measure import measure
+from layerscope.compare.measure.metrics import Metrics
+from layerscope.compare.noise_floor import Step, rounding, step_of
+from layerscope.compare.record_pair import RecordPair
 from layerscope.errors import LayerscopeError
 from layerscope.store import Entry
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Followed", "follow_choices", "order_of", "order_of_rows"]
 
 _OFF = 0.1  # a row this far from its other side, relatively, may be another row
 _MOST_ROWS = 4096  # that may be other ones: each is held against each
 
 
-class Followed(NamedTuple):
-    """What was measured once more, in the order of a choice."""
-
-    metrics: Metrics
-    choice: Job
-
-
-def follow_choices(found: Mapping[Job, Metrics]) -> dict[Job, Followed]:
+def follow_choices(pairs: Sequence[RecordPair]) -> None:
     """Measure once more what lies in the order of choices that the candidate lists in another order.
 
     That is numbers of the choices' own shape beside them, and rows of what lies beside or within what they choose from,
     in the same step; only where it explains most of a difference.
     """
-    together: dict[Step, list[Job]] = defaultdict(list)
-    for job in found:
-        together[step_of(job.reference.moment)].append(job)
-    again: dict[Job, Followed] = {}
-    for choice, metrics in found.items():
-        if metrics.sets is None or not metrics.sets.reordered:
+    together: dict[Step, list[RecordPair]] = defaultdict(list)
+    for one in pairs:
+        if one.metrics is not None:
+            together[step_of(one.moment)].append(one)
+    for choice in pairs:
+        if choice.metrics is None or choice.metrics.sets is None or not choice.metrics.sets.reordered:
             continue
-        jobs = together[step_of(choice.reference.moment)]
-        if not any(_scores(job, choice) for job in jobs):
+        beside = together[step_of(choice.moment)]
+        if not any(_scores(one, choice) for one in beside):
             continue  # token ids, say: their order matters
-        for job in jobs:
-            if job in again or not _follows(job, choice) or found[job].equal == found[job].count:
+        for one in beside:
+            if one.choice is not None or not _follows(one, choice) or one.metrics is None or one.metrics.bitwise:
                 continue
             with contextlib.suppress(LayerscopeError):  # what cannot be read a second time was measured once
-                ordered = _measured(job, choice)
-                if ordered is not None and ordered.relative_l2 < found[job].relative_l2 / 2:
-                    again[job] = Followed(ordered, choice)
-    return again
+                ordered = _measured(one, choice)
+                if ordered is not None and ordered.relative_l2 < one.metrics.relative_l2 / 2:
+                    one.metrics, one.choice, choice.leads = ordered, choice, True
+                    one.because = f"read in the order of {choice.point}"
 
 
-def _scores(job: Job, choice: Job) -> bool:
+def _scores(one: RecordPair, choice: RecordPair) -> bool:
     """Tell whether a pair holds numbers beside a choice, as many rows of them."""
-    mine, its = job.reference, choice.reference
+    mine, its = one.reference, choice.reference
     beside = (mine.point.name, mine.point.side, mine.moment) == (its.point.name, its.point.side, its.moment)
     return beside and rounding(mine.dtype or "") > 0 and prod((mine.shape or ())[:-1]) == prod((its.shape or ())[:-1])
 
 
-def _follows(job: Job, choice: Job) -> bool:
+def _follows(one: RecordPair, choice: RecordPair) -> bool:
     """Tell whether a pair may lie in the order of a choice: beside it, or within the module that it chooses in."""
-    whole = job.pair.reference_cut is None and job.pair.candidate_cut is None and job.shapes[0] == job.shapes[1]
-    if not whole or not rounding(job.reference.dtype or "") or not prod(job.shapes[0]):
+    whole = one.cuts == (None, None) and one.shapes[0] == one.shapes[1]
+    if not whole or not rounding(one.reference.dtype or "") or not prod(one.shapes[0]):
         return False
-    name, chooser = job.reference.point.name, choice.reference.point.name
+    name, chooser = one.reference.point.name, choice.reference.point.name
     return name == chooser or name.startswith(f"{chooser.rpartition('.')[0]}.".lstrip("."))
 
 
-def _measured(job: Job, choice: Job) -> Metrics | None:
-    shape, chosen = job.shapes[0], choice.shapes[0]
+def _measured(one: RecordPair, choice: RecordPair) -> Metrics | None:
+    shape, chosen = one.shapes[0], choice.shapes[0]
     if shape[: len(chosen)] == chosen:
         order = order_of(choice.reference.tensor(), choice.candidate.tensor())
-    elif len(shape) == 2 and job.reference.point.name != choice.reference.point.name:
-        order = order_of_rows(job.reference.tensor(), job.candidate.tensor())[None]
+    elif len(shape) == 2 and one.reference.point.name != choice.reference.point.name:
+        order = order_of_rows(one.reference.tensor(), one.candidate.tensor())[None]
     else:
         return None
-    where = job.candidate
+    where = one.candidate
     ordered = _Ordered(where.point, where.moment, where.dtype, where.shape, where.nbytes, where._run, where._at, order)
-    return measure(Values(job.reference), Values(ordered))
+    return measure(one.reference, ordered)
 
 
 def order_of(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,9 @@ import re
 from collections.abc import Sequence
 
 from layerscope.checks import NAMES, Numbers
-from layerscope.compare.floors import LIMIT, Expected, Key, Scale, numbers_in
-from layerscope.compare.planning import Plan
+from layerscope.compare.noise_floor import LIMIT, Expected, Key, Scale, numbers_in
+from layerscope.compare.plan import Plan
 from layerscope.points import Point
-
-__all__ = ["Siblings", "grid_of"]
 
 _GRID = re.compile(
     r"(?<![a-z])(int[248]|u?int4|fp[48]|float8|nf4|w[248]a\d+|w8|w4|gptq|awq)(?![0-9])|quantis|quantiz", re.I
@@ -45,9 +43,9 @@ class Siblings(Scale):
         super().__init__(plan.carried, limit=limit)
         kinds: dict[tuple[str, ...], list[Numbers]] = {}
         self._kind: dict[str, tuple[str, ...]] = {}
-        for job, metrics in plan.found.items():
-            if metrics.compared and metrics.relative_l2 > 0:
-                kinds.setdefault(self._kind_of(job.reference.point), []).append(numbers_in(metrics))
+        for one in plan.pairs:
+            if one.metrics is not None and one.metrics.compared and one.metrics.relative_l2 > 0:
+                kinds.setdefault(self._kind_of(one.point), []).append(numbers_in(one.metrics))
         every = [n for several in kinds.values() for n in several]
         self._all = _median(every) if every else None
         self._usual = {kind: _median(several) for kind, several in kinds.items() if len(several) >= _FEWEST}

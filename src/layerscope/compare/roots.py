@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from layerscope.points import Point
 
-__all__ = ["Feeds", "Seen", "accused", "causes"]
-
 # Of one that is not explained by what it was given.
 _MORE = 2.0
 # Once there is a root, an excess must be that large to be another.
@@ -22,7 +20,7 @@ _SECOND = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StepRow:
     """One row as roots are looked for: its point and call, its excess, and whether its module's own check failed.
 
     `excess` is None where nothing can be told; `exact` is a difference that no rounding makes (a non-finite value, an
@@ -54,12 +52,12 @@ class Feeds:
         return cls(found)
 
 
-def causes(rows: Sequence[Seen], feeds: Feeds) -> Iterator[tuple[int, str]]:
+def causes(rows: Sequence[StepRow], feeds: Feeds) -> Iterator[tuple[int, str]]:
     """Yield the rows of one step that a difference is made at, in order, and by which evidence."""
-    known: dict[tuple[str, int], Seen] = {}
-    inputs: dict[tuple[str, str, int], list[Seen]] = {}
-    found: list[Seen] = []
-    earlier: list[Seen] = []  # those that stand out
+    known: dict[tuple[str, int], StepRow] = {}
+    inputs: dict[tuple[str, str, int], list[StepRow]] = {}
+    found: list[StepRow] = []
+    earlier: list[StepRow] = []  # those that stand out
     for at, row in enumerate(rows):
         point = row.point
         known[str(point), row.call] = row
@@ -75,11 +73,11 @@ def causes(rows: Sequence[Seen], feeds: Feeds) -> Iterator[tuple[int, str]]:
 
 
 def _evidence(
-    row: Seen,
-    earlier: Sequence[Seen],
-    found: Sequence[Seen],
-    known: Mapping[tuple[str, int], Seen],
-    given: Sequence[Seen],
+    row: StepRow,
+    earlier: Sequence[StepRow],
+    found: Sequence[StepRow],
+    known: Mapping[tuple[str, int], StepRow],
+    given: Sequence[StepRow],
     feeds: Feeds,
     after: str,
 ) -> str:
@@ -105,18 +103,18 @@ def _evidence(
     return "excess" if times > _MORE * explained else ""
 
 
-def _weight(row: Seen) -> float:
+def _weight(row: StepRow) -> float:
     return float("inf") if row.exact else row.excess or 0.0
 
 
 def _explaining(
-    row: Seen,
-    earlier: Sequence[Seen],
-    known: Mapping[tuple[str, int], Seen],
-    given: Sequence[Seen],
+    row: StepRow,
+    earlier: Sequence[StepRow],
+    known: Mapping[tuple[str, int], StepRow],
+    given: Sequence[StepRow],
     feeds: Feeds,
     after: str,
-) -> Iterator[Seen]:
+) -> Iterator[StepRow]:
     """Yield what a row's excess may come from."""
     point = row.point
     within = f"{point.name}."
@@ -149,6 +147,6 @@ def _explaining(
 
 def accused(excesses: Mapping[str, float], feeds: Feeds) -> dict[str, float]:
     """Return the roots of a twin and their excesses; calls count as one."""
-    rows = [Seen(Point.parse(text), 0, times) for text, times in excesses.items()]
+    rows = [StepRow(Point.parse(text), 0, times) for text, times in excesses.items()]
     texts = list(excesses)
     return {texts[at]: excesses[texts[at]] for at, _ in causes(rows, feeds)}

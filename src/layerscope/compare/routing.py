@@ -17,7 +17,6 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Flips", "changed", "flips"]
 
 # How many times the expected error of a score two scores may lie apart and still be called tied: the extremes of a few
 # thousand roundings lie four to five standard deviations out, and both scores move.

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from layerscope.checks import Numbers
-from layerscope.compare.floors import (
+from layerscope.compare.measure.metrics import Metrics
+from layerscope.compare.noise_floor import (
     LIMIT,
     Excess,
     Expected,
@@ -28,14 +29,12 @@ from layerscope.compare.floors import (
     numbers_in,
     step_of,
 )
-from layerscope.compare.metrics import Metrics
-from layerscope.compare.roots import Feeds, Seen, accused, causes
+from layerscope.compare.record_pair import RecordPair
+from layerscope.compare.result import PARTED, Floor, Kind, Row, Verdict
+from layerscope.compare.roots import Feeds, StepRow, accused, causes
 from layerscope.compare.routing import Flips
-from layerscope.compare.rows import PARTED, Floor, Kind, Row, Verdict
-from layerscope.points import Moment, Point
+from layerscope.points import Point
 from layerscope.report.writing import many
-
-__all__ = ["LIMIT", "Checking", "Measured", "Ties", "judge", "verdict"]
 
 _NO_PLACE = 3.0  # limits, over which a row that nothing explains makes the verdict, with no place named
 _REWRITTEN = 0.3  # relative L2, from which a value that leaves no trace is written otherwise
@@ -58,29 +57,9 @@ class Checking:
         return f"{own}what rounding does there{self.said}"
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One aligned pair at one moment, measured or not; `because` says why not, or what was odd about measuring it.
-
-    Without metrics, `kind` is what the row is: `missing`, `unpaired`, or `same` and the like where statistics alone
-    were kept. `dtypes` are those that the two sides were recorded in.
-    """
-
-    point: Point
-    moment: Moment
-    counterpart: Point | None
-    method: str
-    metrics: Metrics | None = None
-    kind: Kind = "unpaired"
-    because: str = ""
-    reference_has: bool = True
-    weights_differ: bool = False
-    dtypes: tuple[str, ...] = ()
-
-
-Ties = Callable[[Measured], "Flips | None"]
-Numbering = Callable[[Measured, "frozenset[int]"], "Numbers | None"]
-Checks = Callable[[Measured, str], "Checking | None"]
+Ties = Callable[[RecordPair], "Flips | None"]
+Numbering = Callable[[RecordPair, "frozenset[int]"], "Numbers | None"]
+Checks = Callable[[RecordPair, str], "Checking | None"]
 
 
 @dataclass(slots=True)
@@ -99,7 +78,7 @@ class _Step:
 class _Judged:
     """One pair with what it shows by itself."""
 
-    one: Measured
+    one: RecordPair
     kind: Kind
     because: str
     step: _Step
@@ -112,7 +91,7 @@ class _Judged:
 
 
 def judge(
-    measured: Iterable[Measured],
+    measured: Iterable[RecordPair],
     *,
     candidate: str,
     scale: Scale | None = None,
@@ -125,11 +104,13 @@ def judge(
 
     `arithmetic` is the class that is declared, or that most modules show; what is stored more coarsely counts as that.
     """
-    court = _Court(candidate, scale or Scale(), ties, numbers, checks, arithmetic)
+    court = Judge(candidate, scale or Scale(), ties, numbers, checks, arithmetic)
     return court.rows([court.look(one) for one in measured])
 
 
-class _Court:
+class Judge:
+    """Looks at pairs one by one, then tells what they say together."""
+
     def __init__(
         self, candidate: str, scale: Scale, ties: Ties, numbers: Numbering, checks: Checks, arithmetic: str
     ) -> None:
@@ -140,7 +121,8 @@ class _Court:
 
     # What one pair shows by itself --------------------------------------------------------------
 
-    def look(self, one: Measured) -> _Judged:
+    def look(self, one: RecordPair) -> _Judged:
+        """Tell what one pair shows by itself."""
         step = self._steps.setdefault(step_of(one.moment), _Step(arithmetic=self._arithmetic))
         m = one.metrics
         if m is None:
@@ -211,7 +193,7 @@ class _Court:
         if step.flipped:
             found.because += f": {step.flipped}"
 
-    def _flipped(self, one: Measured, m: Metrics, step: _Step) -> tuple[Kind, str]:
+    def _flipped(self, one: RecordPair, m: Metrics, step: _Step) -> tuple[Kind, str]:
         """Judge choices and other whole numbers: there is no rounding in them, but rounding may have decided them."""
         different = m.count - m.equal
         said = f"{different:,} of {m.count:,} whole numbers differ"
@@ -342,12 +324,12 @@ def _in_words(found: Excess, m: Metrics) -> str:
     return str(found)
 
 
-def _seen(found: _Judged) -> Seen:
+def _seen(found: _Judged) -> StepRow:
     one = found.one
     differs = found.kind not in ("same", "missing", "unpaired")
     if found.expected is not None and found.expected.by_noise and found.excess is not None and found.excess.times <= 1:
         differs = False  # a run that the user calls noise differs as much
-    return Seen(
+    return StepRow(
         one.point,
         one.moment.call,
         found.excess.times if found.excess is not None else None,

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from layerscope.compare.rows import Verdict
-from layerscope.compare.rules import Rule, parse_rules
+from layerscope.compare.align.pairing import PairingRule, parse_rules
+from layerscope.compare.result import Verdict
 from layerscope.diagnose.causes.explanation import explain
 from layerscope.diagnose.finding import Blame, Final, Finding, Judged, called
 from layerscope.diagnose.judge.judging import is_doubtful, name_of
@@ -47,7 +47,7 @@ def diagnose(
     inputs: object,
     *,
     backward: bool = False,
-    pairing: str | PathLike[str] | Sequence[Rule] = (),
+    pairing: str | PathLike[str] | Sequence[PairingRule] = (),
     tell: Callable[[str], None] | None = None,
 ) -> Finding:
     """Name the module where two models that should agree part, with the cause; `root` is None when they are healthy.
@@ -73,7 +73,7 @@ def diagnose(
         return _Diagnosis(passes, say).finding()
 
 
-def _parsed(rules: str | PathLike[str] | Sequence[Rule]) -> Sequence[Rule]:
+def _parsed(rules: str | PathLike[str] | Sequence[PairingRule]) -> Sequence[PairingRule]:
     if isinstance(rules, str) and ("\n" in rules or not Path(rules).is_file()):
         return parse_rules(rules)
     if isinstance(rules, (str, PathLike)):

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from layerscope.compare.rows import Verdict
+from layerscope.compare.result import Verdict
 from layerscope.diagnose.causes import Cause
 
 Kind = Literal["same", "noise", "root", "nonfinite", "random", "quantised", "unpaired", "unplayed"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from layerscope.compare.channels import Outliers, outliers
-from layerscope.compare.provenance import provenance
+from layerscope.compare.page.provenance import provenance
 from layerscope.errors import LayerscopeError
 from layerscope.pages.completeness import completeness_parts, damage_of, run_facts
 from layerscope.pages.selection import Given, Tell, at, by_depth

@@ -112,7 +112,7 @@ class Comparisons:
     def _work(self, id: str, runs: Sequence[Path]) -> None:
         try:
             from layerscope.compare.comparing import compare
-            from layerscope.compare.document import document
+            from layerscope.compare.page.document import document
 
             found = compare(*runs, tell=lambda what, done, of: self._tell(id, f"{done:,} of {of:,}, {what}"))
             saved = json.render(document(found))
@@ -128,8 +128,8 @@ class Comparisons:
             self._finish(id, Document("not compared", (Sentence(said, "bad"),)), "not compared")
 
     def _show(self, id: str, saved: str | bytes) -> None:
-        from layerscope.compare.page import page
-        from layerscope.compare.saved import loads
+        from layerscope.compare.page.html_page import page
+        from layerscope.compare.page.saved import loads
 
         comparison = loads(saved)
         self._finish(id, page(comparison), comparison.verdict.word)
@@ -158,7 +158,7 @@ class Comparisons:
             self._worker.submit(self._again, file)
 
     def _again(self, file: Path) -> None:
-        from layerscope.compare.saved import loads
+        from layerscope.compare.page.saved import loads
 
         try:
             saved = file.read_bytes()

@@ -95,22 +95,28 @@ class Sketch:
 
     def quantile(self, q: float, *, low: float = -math.inf, high: float = math.inf) -> float:
         """Estimate the q-quantile, 0 <= q <= 1, within the class's bound; `low` and `high` are known extremes."""
-        if not 0.0 <= q <= 1.0:
-            raise ValueError(f"a quantile lies between 0 and 1, and {q!r} does not.")
+        return self.quantiles([q], low=low, high=high)[0]
+
+    def quantiles(self, qs: Sequence[float], *, low: float = -math.inf, high: float = math.inf) -> list[float]:
+        """Estimate several quantiles at once."""
+        for q in qs:
+            if not 0.0 <= q <= 1.0:
+                raise ValueError(f"a quantile lies between 0 and 1, and {q!r} does not.")
         if not self.keys.size:
-            return math.nan
+            return [math.nan] * len(qs)
         ends = np.cumsum(self.counts)
         last = int(ends[-1]) - 1
-        rank = q * last
-        below = min(math.floor(rank), last)
-        at = np.searchsorted(ends, [below, min(below + 1, last)], side="right")
-        left, right = (min(max(middle, low), high) for middle in _middles(self.keys[at]).tolist())
-        left = low if below == 0 and low > -math.inf else left
-        right = high if below + 1 >= last and high < math.inf else right
-        share = rank - below
-        if below == last:
-            return right
-        return left if left == right else (1.0 - share) * left + share * right
+        lower = [min(math.floor(q * last), last) for q in qs]
+        upper = [min(below + 1, last) for below in lower]
+        middles = _middles(self.keys[np.searchsorted(ends, lower + upper, side="right")]).tolist()
+        found = []
+        for q, below, *ends_of in zip(qs, lower, middles, middles[len(qs) :], strict=False):
+            left, right = (min(max(middle, low), high) for middle in ends_of)
+            left = low if below == 0 and low > -math.inf else left
+            right = high if below + 1 >= last and high < math.inf else right
+            share = q * last - below
+            found.append(right if below == last or left == right else (1.0 - share) * left + share * right)
+        return found
 
     def histogram(self, *, parts: int = 1, octaves: int | None = None) -> Histogram:
         """Add the buckets up between powers of two, each octave cut into `parts` of equal width.

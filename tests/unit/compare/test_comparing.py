@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from layerscope.compare.align.pairing import PairingRule
 from layerscope.compare.comparing import compare
-from layerscope.compare.rules import Rule
 from layerscope.errors import BadText, Incomparable, NoSuchPoint
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
@@ -128,7 +128,7 @@ def test_a_noise_run_with_other_names_is_aligned():
 
 def test_a_rule_that_only_the_noise_run_needs_is_used_there():
     odd = layers([rounded(seed=7), rounded(X * 2, 8), rounded(X * 3, 9)], "deep.part_{}.out", address="runs/noise")
-    rules = [Rule("pair", f"layers.{n}", f"deep.part_{n}.out") for n in range(3)]
+    rules = [PairingRule("pair", f"layers.{n}", f"deep.part_{n}.out") for n in range(3)]
     found = compare(REFERENCE, FAULTY, noise=odd, pairing=rules)
     assert {row.floor.source for row in found.rows} == {"runs/noise"}
     assert kinds(found) == ["noise", "root", "inherited"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from layerscope.compare.ordering import follow_choices, order_of, order_of_rows
-from layerscope.compare.planning import Plan, Records
+from layerscope.compare.plan import Plan, Records
 from layerscope.points import Moment, Point
 from layerscope.store import MemoryRun
 
@@ -24,8 +24,10 @@ def followed(reference, candidate):
             run.add(Point.parse(text), Moment(), tensor=tensor)
         runs.append(Records(run))
     plan = Plan(*runs, ())
-    again = follow_choices({job: job.measured() for job in plan.jobs})
-    return {str(job.reference.point): one.metrics.bitwise for job, one in again.items()}
+    for one in plan.pairs:
+        plan.measure(one)
+    follow_choices(plan.pairs)
+    return {str(one.point): one.metrics.bitwise for one in plan.pairs if one.choice is not None}
 
 
 def router(scores, choices, rows=ROWS, tokens=TOKENS, other=TOKENS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,12 +28,13 @@ def entry(tensor, *, keep="summary", level="full"):
 
 
 def judged(reference, candidate, **options):
-    return by_statistics(entry(reference, **options), entry(candidate, **options), method="exact")
+    kind, because = by_statistics(entry(reference, **options), entry(candidate, **options))
+    return SimpleNamespace(kind=kind, because=because)
 
 
 def test_equal_fingerprints_are_the_same():
     found = judged(X, X.clone())
-    assert (found.kind, found.method, found.metrics) == ("same", "exact", None)
+    assert found.kind == "same"
     assert found.because == "the fingerprints of all bits are equal; tensors were not kept"
 
 
@@ -89,20 +91,19 @@ def test_a_constant_reference_is_degenerate():
 def test_shapes_that_differ_are_named():
     found = judged(X, X.T)
     assert (found.kind, found.because) == ("unpaired", "shapes differ, [8, 16] against [16, 8]")
-    assert found.counterpart == Point("a")
 
 
 def test_a_record_with_neither_tensor_nor_summary_is_missing():
     nothing = entry(None)
-    found = by_statistics(nothing, entry(X), method="exact")
-    assert (found.kind, found.because) == ("missing", "the reference kept neither a tensor nor a summary of it")
-    found = by_statistics(entry(X), nothing, method="exact")
-    assert (found.kind, found.because) == ("missing", "the candidate kept neither a tensor nor a summary of it")
+    kind, because = by_statistics(nothing, entry(X))
+    assert (kind, because) == ("missing", "the reference kept neither a tensor nor a summary of it")
+    kind, because = by_statistics(entry(X), nothing)
+    assert (kind, because) == ("missing", "the candidate kept neither a tensor nor a summary of it")
 
 
 def test_a_tensor_on_one_side_is_summarized():
-    assert by_statistics(entry(X), entry(X.clone(), keep="tensor"), method="exact").kind == "same"
-    assert by_statistics(entry(X, keep="tensor"), entry(X * 2), method="exact").kind == "root"
+    assert by_statistics(entry(X), entry(X.clone(), keep="tensor"))[0] == "same"
+    assert by_statistics(entry(X, keep="tensor"), entry(X * 2))[0] == "root"
 
 
 def test_of_a_zero_reference_no_bound_is_finite():

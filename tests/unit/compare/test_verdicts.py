@@ -10,11 +10,12 @@ import torch
 
 from compared import metrics as made_up
 from compared import row as written
-from layerscope.compare.floors import LIMIT, Noise, Scale, numbers_in
 from layerscope.compare.measure import measure
+from layerscope.compare.noise_floor import LIMIT, Noise, Scale, numbers_in
+from layerscope.compare.record_pair import RecordPair
 from layerscope.compare.routing import Flips
-from layerscope.compare.verdicts import Measured, verdict
 from layerscope.compare.verdicts import judge as judged
+from layerscope.compare.verdicts import verdict
 from layerscope.points import Moment, Point
 
 R = np.random.default_rng(0)
@@ -32,7 +33,7 @@ def rounded(x=X, seed=1, error=ERROR):
 def pair(name, reference, candidate, *, moment=None, **told):
     point = Point.parse(name)
     found = measure(torch.as_tensor(reference), torch.as_tensor(candidate))
-    return Measured(point, moment or Moment(), point, "exact", metrics=found, **told)
+    return RecordPair(point, moment or Moment(), point, "exact", metrics=found, **told)
 
 
 def noise_of(*pairs):
@@ -201,7 +202,7 @@ def test_infinities_of_other_signs_are_nonfinite_and_the_same_ones_are_the_same(
 def test_where_nothing_is_finite_there_is_no_verdict():
     # The same infinities are equal, so this takes a NaN that is none: measured by hand.
     lost = made_up(compared=0, equal=0)
-    row = only(Measured(Point("a"), Moment(), Point("a"), "exact", metrics=lost))
+    row = only(RecordPair(Point("a"), Moment(), Point("a"), "exact", metrics=lost))
     assert (row.kind, row.because) == ("degenerate", "no element is finite on both sides")
 
 
@@ -283,20 +284,20 @@ def test_the_reason_says_that_weights_differ():
 
 def test_a_pairing_by_order_is_doubted_where_the_two_part():
     one = pair("a", X, FAULTY)
-    by_order = Measured(one.point, one.moment, one.point, "order", metrics=one.metrics)
+    by_order = RecordPair(one.point, one.moment, one.point, "order", metrics=one.metrics)
     assert only(by_order).because.endswith("paired by order and shape alone")
     assert "order" not in only(one).because
 
 
 @pytest.mark.parametrize("kind", ["missing", "unpaired", "degenerate", "same", "noise"])
 def test_what_was_not_measured_keeps_its_kind_and_reason(kind):
-    row = only(Measured(Point("a"), Moment(), None, "", kind=kind, because="as told"))
+    row = only(RecordPair(Point("a"), Moment(), None, "", kind=kind, because="as told"))
     assert (row.kind, row.because, row.metrics, row.floor) == (kind, "as told", None, None)
 
 
 @pytest.mark.parametrize("kind", ["root", "nonfinite"])
 def test_a_difference_told_by_statistics_is_made_once_and_inherited_after(kind):
-    told = [Measured(Point(name), Moment(), Point(name), "exact", kind=kind, because="told") for name in "ab"]
+    told = [RecordPair(Point(name), Moment(), Point(name), "exact", kind=kind, because="told") for name in "ab"]
     rows = judge(told, candidate="c")
     assert [row.kind for row in rows] == [kind, "inherited"]
     assert rows[1].because == "told; a parted before it"
@@ -349,7 +350,7 @@ def test_inputs_of_another_call_say_nothing():
 
 @pytest.mark.parametrize("kind", ["missing", "unpaired"])
 def test_an_input_that_was_not_compared_does_not_agree(kind):
-    unread = Measured(Point.parse("b:input[0]"), Moment(), None, "exact", kind=kind, because="unreadable")
+    unread = RecordPair(Point.parse("b:input[0]"), Moment(), None, "exact", kind=kind, because="unreadable")
     rows = judge([pair("a", X, FAULTY), unread, pair("b", X, FAULTY)], candidate="c")
     assert [row.kind for row in rows] == ["root", kind, "inherited"]
     assert "agrees" not in rows[2].because
@@ -604,7 +605,7 @@ def test_after_a_flip_a_scale_that_shows_in_most_tokens_is_still_a_root():
 
 
 def test_after_a_flip_expert_batches_of_other_shapes_are_noise():
-    told = Measured(
+    told = RecordPair(
         Point("experts.0"), Moment(), Point("experts.0"), "exact", because="shapes differ, [3, 8] against [4, 8]"
     )
     with_flip = judge([pair("gate[1]", CHOSEN, FLIPPED), told], candidate="c", ties=tied(1))
@@ -614,7 +615,7 @@ def test_after_a_flip_expert_batches_of_other_shapes_are_noise():
 
 
 def test_after_a_flip_a_point_without_partner_stays_unpaired():
-    lone = Measured(Point("experts.0"), Moment(), None, "", because="no point of the candidate has this name")
+    lone = RecordPair(Point("experts.0"), Moment(), None, "", because="no point of the candidate has this name")
     assert kinds(pair("gate[1]", CHOSEN, FLIPPED), lone, ties=tied(1)) == ["noise", "unpaired"]
 
 

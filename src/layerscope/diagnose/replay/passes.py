@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from layerscope.checks import mask_of
-from layerscope.compare.alignment import Seen, align
-from layerscope.compare.rules import Rule
+from layerscope.compare.align.alignment import align
+from layerscope.compare.align.pairing import PairingRule
+from layerscope.compare.align.run_points import RunPoint
 from layerscope.diagnose.judge.measurement import measured, rounding
 from layerscope.diagnose.replay.capture import Captured, capture
 from layerscope.diagnose.replay.module_hooks import Key, ModuleCall, reseed, visiting
@@ -61,7 +62,9 @@ class Passes:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, ours: ModelSide, theirs: ModelSide, restore: Callable[[], None], *, rules: Sequence[Rule]) -> Passes:
+    def begin(
+        cls, ours: ModelSide, theirs: ModelSide, restore: Callable[[], None], *, rules: Sequence[PairingRule]
+    ) -> Passes:
         """Run each model once by itself, and pair their modules."""
         random = RandomState()
         capturing = partial(
@@ -324,10 +327,10 @@ def pair(
     reference: Mapping[str, tuple[int, ...] | None],
     candidate: Mapping[str, tuple[int, ...] | None],
     *,
-    rules: Sequence[Rule] = (),
+    rules: Sequence[PairingRule] = (),
 ) -> Pairing:
     """Pair the modules of two models that have run; each is given with the shape of its first output."""
-    sides = [[Seen(Point(name), shape, 1) for name, shape in side.items()] for side in (reference, candidate)]
+    sides = [[RunPoint(Point(name), shape, 1) for name, shape in side.items()] for side in (reference, candidate)]
     alignment = align(*sides, rules=rules)
     parts: dict[str, list[ModulePart]] = {}
     cuts: dict[str, list[ModulePart]] = {}

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from layerscope.compare.rows import Verdict
+from layerscope.compare.result import Verdict
 from layerscope.diagnose.causes import Cause
 from layerscope.diagnose.finding import KINDS, Blame, Final, Finding, Judged
 from layerscope.diagnose.page.document import TONES, document

@@ -199,7 +199,7 @@ import sys
 from pathlib import Path
 import torch
 from growing import growth
-from layerscope.compare.measure import Values, measure
+from layerscope.compare.measure import measure
 from layerscope.points import Point
 from layerscope.store import Manifest
 from layerscope.store.address import LocalFolder
@@ -210,7 +210,7 @@ files = LocalFolder(Path(sys.argv[1]))
 items = [array(files, "a.npz", m).item(Point(key)) for key, m in npz(files, "a.npz").items()]
 one, other = foreign_run("a", "first-layer", items, manifest=Manifest()).records()
 measure(torch.zeros(9), torch.ones(9))
-metrics, streamed = growth(lambda: measure(Values(one), Values(other)))
+metrics, streamed = growth(lambda: measure(one, other))
 _, whole = growth(lambda: [one.tensor(), other.tensor()])
 print(metrics.max_abs, one.nbytes >> 20, streamed, whole)
 """
