@@ -1,8 +1,8 @@
-"""How fast the kernels read on a GPU: GB/s of one 268 MB tensor, and of pairs, both tensors counted.
+"""How fast the kernels read on a GPU: GB/s of one 268 MB tensor.
 
     PYTHONPATH=src python3 -m benchmarks.gpu --only kernels
 
-The time is the device's. Of a pair, the few numbers that come back and what Python makes of them are left out.
+The time is the device's.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from benchmarks.pairing import judged
-from layerscope.diagnose.judge.nearness import near
 from layerscope.stats.device import Slots
 
 BYTES = 268_435_456
 LAPS = 5
 WANTED = {"moments": 2500.0, "full": 800.0}
-PAIR = 1500.0  # GB/s that are wanted of a pair
 MANY = (torch.bfloat16, torch.float16, torch.float32)  # the dtypes that the limits are for
 
 
@@ -58,10 +55,6 @@ def speeds(dtype: torch.dtype) -> Iterator[Speed]:
     yield Speed("copy, read and write", lambda: seconds(lambda: y.copy_(x)), 2 * BYTES, None)
     for level, wanted in WANTED.items():
         yield Speed(level, partial(summarising, x, level), BYTES, wanted if dtype in MANY else None)
-    if dtype in (torch.bfloat16, torch.float32):
-        y = x + torch.randn_like(x) / 64
-        work = partial(near, x, y, masked=-6e4)
-        yield Speed("a pair, what `diagnose` needs", partial(seconds_until_it_leaves, work), 2 * BYTES, PAIR)
 
 
 def summarising(x: torch.Tensor, level: Any) -> float:
@@ -87,36 +80,3 @@ def seconds(work: Callable[[], object], *, repeat: int = 20) -> float:
         ended.synchronize()
         laps.append(began.elapsed_time(ended) / 1e3 / repeat)
     return statistics.median(laps)
-
-
-def seconds_until_it_leaves(work: Callable[[], object]) -> float:
-    """Time on the device of a call that ends with a copy to the host: until that copy, the median of several calls.
-
-    The device sleeps first, so that everything is launched by the time it begins.
-    """
-    work()
-    laps = []
-    for _ in range(4 * LAPS):
-        began = torch.cuda.Event(enable_timing=True)
-        with Leaving() as leaving:
-            torch.cuda._sleep(2_000_000)
-            began.record()
-            work()
-        torch.cuda.synchronize()
-        laps.append(began.elapsed_time(leaving.left) / 1e3)
-    return statistics.median(laps)
-
-
-class Leaving(TorchFunctionMode):
-    """Marks in the current stream where the first tensor is copied to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = torch.cuda.Event(enable_timing=True)
-        self.seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cpu and not self.seen:
-            self.seen = True
-            self.left.record()
-        return func(*args, **(kwargs or {}))

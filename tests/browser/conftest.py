@@ -50,7 +50,7 @@ def look(browser) -> Iterator[Callable]:
             viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=script
         )
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(60_000)  # so long only where something is wrong
         page.told = Told(page)
         opened.append((context, page, what))
         page.goto(what.as_uri() if isinstance(what, Path) else what)

@@ -139,6 +139,25 @@ def test_runs_are_chosen_and_compared_and_what_was_found_is_kept(look, served):
     again.get_by_text("1 of 2 candidates differ from good").wait_for()
 
 
+def test_what_happened_between_the_page_and_its_stream_is_not_missed(look, served, monkeypatch):
+    server, folder = served
+    model = nn.Linear(4, 4)
+    with record(model, ".", to=folder / "one"):
+        step(model)
+    page = look("about:blank")
+
+    def late(route):  # the page is on its way to the browser when another run comes
+        answer = route.fetch()
+        with record(model, ".", to=folder / "two"):
+            step(model)
+        route.fulfill(response=answer)
+        page.unroute("**/?token=*")
+
+    page.route("**/?token=*", late)
+    page.goto(server.address)
+    page.get_by_role("link", name="two").wait_for()
+
+
 def test_a_hostile_name_of_a_run_is_text(look, served):
     server, folder = served
     place = folder / NAME.replace("/", "-")

@@ -170,7 +170,10 @@ def test_a_row_opens_and_its_address_opens_it_again(look, report):
 def test_the_tree_closes_and_opens(look, report):
     page = look(report)
     tree = page.locator("table.tree")
-    names = lambda: [text.split()[0] for text in tree.locator("tbody td:first-child").all_inner_texts()]  # noqa: E731
+
+    def names():
+        return [text.strip("\u25be\u25b8\u2003 ") for text in tree.locator("tbody td:first-child").all_inner_texts()]
+
     assert names() == ["model", "layers", "0", "1", "norm"]
     twig = tree.get_by_role("button", name="what is inside layers")
     twig.press("Enter")
@@ -178,6 +181,31 @@ def test_the_tree_closes_and_opens(look, report):
     assert twig.get_attribute("aria-expanded") == "false"
     twig.press("Enter")
     assert names() == ["model", "layers", "0", "1", "norm"]
+
+
+def test_a_long_tree_begins_with_what_is_in_order_closed(look, tmp_path):
+    columns = [Column("m", "module", "name"), Column("k", "kind")]
+
+    def tree(wrong):
+        lines = [(Cell("model", depth=0), Cell("root", "bad") if wrong else "same")]
+        for n in range(10):
+            kind = Cell("root", "bad") if n == wrong else "same"
+            lines += [
+                (Cell(f"layer{n}", depth=1), kind),
+                (Cell(f"a{n}", depth=2), kind),
+                (Cell(f"b{n}", depth=2), "same"),
+            ]
+        return Document("tree", (Table.of("tree", columns, lines),))
+
+    html.save(tree(7), tmp_path / "wrong.html")
+    html.save(tree(None), tmp_path / "right.html")
+    page = look(tmp_path / "wrong.html")
+    told = [text.strip("\u25be\u25b8\u2003 ") for text in page.locator("tbody td:first-child").all_inner_texts()]
+    assert told == ["model", *(f"layer{n}" for n in range(8)), "a7", "b7", "layer8", "layer9"]
+    assert page.locator(".tools").inner_text() == "13 of 31 rows"
+    page.get_by_role("searchbox").fill("b3")
+    assert page.locator("tbody tr").count() == 1
+    assert look(tmp_path / "right.html").locator("tbody tr").count() == 31
 
 
 def test_a_choice_shows_one_panel(look, report):

@@ -37,6 +37,15 @@ with ls.watch(model, optimizer) as watching:
         optimizer.step()
 watching
 """,
+    """
+import layerscope.report.notebook as notebook
+from IPython.display import DisplayHandle
+notebook.PATIENCE = notebook.EVERY = 0
+told, update = [], DisplayHandle.update
+DisplayHandle.update = lambda self, shown, **kwargs: (told.append(shown.data), update(self, shown, **kwargs))
+ls.compare('good', 'bad'); ls.diagnose(model, bad, x)
+'\\n'.join(told)
+""",
     "result.plot()",
     "ls.record(model, '0')",
 ]
@@ -71,7 +80,7 @@ def html_of(notebook, cell):
         (3, "bad differs from good: 2 parts first"),
         (4, "2 makes the difference"),
         (5, "no rule has raised an alarm"),
-        (7, "nothing is recorded before the block begins"),
+        (8, "nothing is recorded before the block begins"),
     ],
 )
 def test_what_a_cell_gives_draws_itself(notebook, cell, says):
@@ -87,7 +96,16 @@ def test_pictures_are_there_where_there_is_something_to_draw(notebook):
 
 
 def test_a_figure_for_a_paper_is_one_of_matplotlibs(notebook):
-    assert "image/png" in html_of(notebook, 6) or "Figure" in html_of(notebook, 6)["text/plain"]
+    assert "image/png" in html_of(notebook, 7) or "Figure" in html_of(notebook, 7)["text/plain"]
+
+
+def test_long_work_shows_a_bar_that_goes_when_it_is_done(notebook):
+    told = html_of(notebook, 6)["text/plain"]
+    assert re.search(r'comparing [02] <progress value="2" max="2">', told)
+    assert "diagnosing: looking into 0, 2 <progress>" in told
+    bars = [one for one in notebook.cells[6].outputs if one.output_type == "display_data"]
+    assert len(bars) == 2
+    assert {one["data"].get("text/html") for one in bars} == {""}
 
 
 def test_the_exported_notebook_shows_the_same(notebook):

@@ -47,6 +47,18 @@ def pair(checkpoints):
 IDS = torch.arange(20).view(1, 20)
 
 
+def test_from_two_folders_the_packed_one_is_quantised_and_healthy_by_what_its_weights_show(pair, tmp_path):
+    for model, name in zip(pair, ("float", "int8"), strict=True):
+        with ls.record(model, "model.layers.*:io", to=tmp_path / name), torch.no_grad():
+            model(IDS)
+    said = [ls.open_run(tmp_path / name).manifest.settings.get("quantised") for name in ("float", "int8")]
+    assert said[0] is None
+    assert said[1] == "weights in a Int8Tensor"
+    result = ls.compare(tmp_path / "float", tmp_path / "int8")
+    assert str(result.verdict) == "quantised"
+    assert result.first_divergence is None
+
+
 def by_hand(weight):
     """Round each row to 255 steps of its largest value, in float64."""
     scale = weight.abs().amax(1, keepdim=True) / 127.5

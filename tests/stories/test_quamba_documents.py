@@ -389,6 +389,22 @@ def test_the_compare_commands_work_on_what_was_saved(run, saved, tmp_path):
     assert [row.split()[0] for row in rows] == [*QUANTISED, "fp16"]
 
 
+def test_quick_run_measures_the_modes_on_a_text(checkout, tmp_path):
+    text = "The quick brown fox jumps over the lazy dog."
+    (tmp_path / "text.txt").write_text(text)
+    script = checkout / "QUICK_RUN.sh"
+    answer = shell(f"env MODEL=quamba-small TEXT=text.txt {shlex.quote(str(script))} fp32,0", tmp_path, cache=tmp_path)
+    assert answer.code == 0, answer.err
+    model = load_model("quamba-small").model
+    ids = torch.tensor([list(text.encode())])
+    with torch.no_grad():
+        logits = model(ids)[0, :-1].double()
+    perplexity = float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]).exp())
+    rows = {line.split()[0]: line.split() for line in answer.out.splitlines() if line[:1] in ("f", "0")}
+    assert float(rows["fp32"][4]) == pytest.approx(perplexity, rel=1e-3)
+    assert rows.keys() == {"fp32", "0"}
+
+
 # The first layer ------------------------------------------------------------------------------------
 
 

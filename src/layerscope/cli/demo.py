@@ -95,7 +95,7 @@ def _opening(comparison: Comparison) -> Sentence:
     ranked = sorted(errors, key=errors.__getitem__)
     near, far = ranked[0], ranked[-1]
     return Sentence(
-        f"{near} stays closest to {comparison.reference}, {number(errors[near])} away after the last layer "
+        f"mode {near} stays closest to {comparison.reference}, {number(errors[near])} away after the last layer "
         f"(relative L2); {far} drifts furthest, {number(errors[far])}"
     )
 

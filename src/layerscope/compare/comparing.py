@@ -26,6 +26,7 @@ from layerscope.compare.rows import Against, Comparison, Row
 from layerscope.compare.rules import Rule, parse_rules
 from layerscope.compare.verdicts import judge, verdict
 from layerscope.errors import BadText, Incomparable, LayerscopeError
+from layerscope.report.notebook import progress
 from layerscope.store import Run, cache_folder, open_run, selected
 from layerscope.store.address import Address
 
@@ -92,8 +93,8 @@ def compare(
     floors = [Plan(left, right, rules, tokens=counting) for right, rules in meant[len(others) :]]
     for plan in floors:
         plan.jobs = [job for job in plan.jobs if job.key in wanted]
-    with Memory(_memory([trusted, *others, *quiet]) if resume else None) as memory:
-        _run([*plans, *floors], memory, threads=threads or _cores(), tell=tell or (lambda what, done, total: None))
+    with Memory(_memory([trusted, *others, *quiet]) if resume else None) as memory, progress("comparing") as shown:
+        _run([*plans, *floors], memory, threads=threads or _cores(), tell=tell or shown)
         resumed = memory.resumed
     for plan in (*plans, *floors):
         plan.follow_choices()

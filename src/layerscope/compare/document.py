@@ -4,7 +4,7 @@
 
 JSON holds everything, whatever the page shows. Beside `title` and `sentences` its keys are:
 
-    verdict            same, noise or differs; the worst of the candidates'
+    verdict            same, noise, quantised, cannot tell or differs; the worst of the candidates'
     because            its reason
     reference          {name, address, layout}
     noise              addresses of the noise runs
@@ -79,7 +79,7 @@ def document(
     names = ", ".join(a.candidate for a in comparison)
     parts = overview(comparison, summary=summary)
     for against in comparison:
-        if _judged(against) and (not several or detail == "all" or against.verdict.word == "differs"):
+        if _judged(against) and (not several or detail == "all" or against.verdict.word in ("differs", "quantised")):
             parts += _evidence(comparison, against, detail=detail, bands=bands, several=several)
     parts += _data(comparison, bands)
     return Document(f"{comparison.reference} against {names}", tuple(parts))
@@ -133,6 +133,10 @@ def _verdict(reference: str, against: Against) -> tuple[str, Tone]:
         return f"{against.candidate} could not be compared with {reference}: {because}", "bad"
     if against.verdict.word == "differs":
         return f"{against.candidate} differs from {reference}: {because}", "bad"
+    if against.verdict.word == "quantised":
+        return f"{against.candidate} is {reference}, quantised: {because}", "good"
+    if against.verdict.word == "cannot tell":
+        return f"whether {against.candidate} agrees with {reference} cannot be told: {because}", "warn"
     agrees = "is the same as" if against.verdict.word == "same" else "agrees up to noise with"
     partial = len(_judged(against)) < len(against.rows)
     return f"{against.candidate} {agrees} {reference}: {because}", "warn" if partial else "good"

@@ -28,7 +28,7 @@ _TIMES = dict(zip(NAMES, (4.0, 4.0, 5.0, 12.0), strict=False))
 def grid_of(plan: Plan) -> str:
     """Say that a candidate is quantised, in words, where it says so and the reference does not; else nothing."""
     said = [_grid(run.run.manifest.mode, run.run.manifest.settings) for run in (plan.left, plan.right)]
-    return f"the candidate is quantised ({said[1]})" if said[1] and not said[0] else ""
+    return said[1] if said[1] and not said[0] else ""
 
 
 def _grid(mode: str | None, settings: object) -> str:

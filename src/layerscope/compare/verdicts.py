@@ -454,7 +454,12 @@ def verdict(rows: Sequence[Row], *, grid: str = "") -> Verdict:
         but = f"; {many(left, 'more row')} could not be compared" if left else ""
         return Verdict("same", f"every value of {many(len(compared), 'row')} is equal{but}")
     if grid:
-        return Verdict("quantised", f"{grid}, and no layer stands out; {_final_said(final)}")
+        off = (
+            "was not compared"
+            if final is None or final.metrics is None
+            else f"is off by {final.metrics.relative_l2:.3g}"
+        )
+        return Verdict("quantised", f"{grid}, and no layer stands out; its final output {off}")
     if final is not None and final.chaotic:
         return Verdict("cannot tell", f"{final} cannot be judged: {final.because}")
     measured = [row for row in compared if row.ratio is not None and math.isfinite(row.ratio) and row.kind == "noise"]

@@ -13,11 +13,13 @@ Both models are left as they were.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from layerscope.compare.rows import Verdict
@@ -25,21 +27,21 @@ from layerscope.compare.rules import Rule, parse_rules
 from layerscope.diagnose.causes.explaining import explain
 from layerscope.diagnose.finding import Blame, Final, Finding, Judged, called
 from layerscope.diagnose.judge.evidence import evident
-from layerscope.diagnose.judge.judging import is_doubtful
+from layerscope.diagnose.judge.judging import is_doubtful, name_of
 from layerscope.diagnose.judge.measuring import Measured
 from layerscope.diagnose.judge.packed import packed_weights
 from layerscope.diagnose.judge.peers import quantised
 from layerscope.diagnose.judge.proof import confirm, demoted, ranked
 from layerscope.diagnose.judge.rows import Row, code_of, judged_rows
 from layerscope.diagnose.judge.second_look import look_again
-from layerscope.diagnose.judge.suspects import suspects_of
+from layerscope.diagnose.judge.suspects import missing_arguments, suspects_of
 from layerscope.diagnose.replay.passes import Passes, told
 from layerscope.diagnose.replay.replay import Guidance, Guided, Place
-from layerscope.diagnose.replay.sides import Side
+from layerscope.diagnose.replay.sides import Side, main_dtype
 from layerscope.errors import BadModel, Unsupported
+from layerscope.report.notebook import progress
+from layerscope.report.writing import number, some
 from layerscope.runtimes.state import kept
-
-__all__ = ["diagnose"]
 
 
 def diagnose(
@@ -65,8 +67,8 @@ def diagnose(
                 f"{type(model).__name__} has weights on the meta device, which hold no numbers; load them first."
             )
     parsed = _parsed(pairing)
-    say = tell or (lambda _: None)
-    with kept(reference, candidate) as restore:
+    with kept(reference, candidate) as restore, progress("diagnosing:") as shown:
+        say = tell or (lambda now: shown(now, 0, 0))
         ours = Side.of(reference, inputs, backward=backward)
         theirs = Side.of(candidate, inputs, backward=backward)
         say("running both models")
@@ -87,18 +89,20 @@ class _Diagnosis:
 
     def __init__(self, passes: Passes, say: Callable[[str], None]) -> None:
         self.passes = passes
-        self.floor = Guided()
+        self.guided = self.floor = Guided()
+        self.leniency = 1.0
         self.say = say
 
     def finding(self) -> Finding:
         passes = self.passes
         self.say("running the candidate on the reference's values")
-        guided = passes.candidate()
+        self.guided = guided = passes.candidate()
         if guided.raised is None and not any(measure.count for measure in guided.measured.values()):
             raise BadModel(
                 "there was nothing to compare: no value that passes in both models holds an element; give other inputs."
             )
-        rows = self.rows(guided)
+        rows = self.rows()
+        guided = self.guided
         rows = quantised(rows, passes)
         suspects = suspects_of(rows, passes, list(guided.measured))
         final = self.final()
@@ -127,28 +131,47 @@ class _Diagnosis:
         return Finding(
             tuple(blames),
             tuple(as_named(row.judged) for row in rows),
-            _verdict(blames, rows, final),
+            _verdict(blames, rows, final, "" if blames else self.cost(final)),
             final,
             tuple(passes.notes),
             tuple((ours[name], damage) for name, damage in ranking),
             tuple(replace(one, name=ours[one.name]) for one in packed_weights(rows, passes)),
         )
 
-    def rows(self, guided: Guided) -> list[Row]:
-        """Judge every call, by the floor and, where something differs from that too, by what a nudge does."""
-        passes, leniency = self.passes, 1.0
-        floor = Guided()
+    def rows(self) -> list[Row]:
+        """Judge every call; one that is wrong for want of an argument is judged as if it had been handed that."""
+        passes, guided = self.passes, self.guided
+        self.learn_floor()
+        judged = self.judged(guided)
+        hungry = {row.key for row in judged if row.judged.guilty} & guided.missing.keys()
+        supplied = missing_arguments(hungry, guided, passes)
+        if supplied:
+            self.say("handing on what the candidate's code does not")
+            fed = passes.candidate(Guidance(supplied=supplied))
+            others = self.judged(fed)
+            still = {row.key for row in others if row.judged.guilty and row.key in hungry}
+            if fed.raised is None and not still:
+                self.guided, judged = fed, others
+        rows = [evident(row, passes) for row in judged]
+        return self.randomness(rows, self.guided) if passes.drew else rows
+
+    def learn_floor(self) -> None:
+        """Run the reference in the candidate's dtypes, where they are others."""
+        passes, guided = self.passes, self.guided
         passes.learn(guided)
-        if self.passes.other_dtypes:
+        if passes.other_dtypes:
             self.say("running the reference in the candidate's dtypes")
-            floor = passes.floor(Guidance(known=guided.measured))
-            if floor.raised is not None:
-                leniency = UNKNOWN
+            self.floor = passes.floor(Guidance(known=guided.measured))
+            if self.floor.raised is not None:
+                self.leniency = UNKNOWN
                 passes.notes.append(
-                    f"the reference does not run in the candidate's dtypes ({told(floor.raised)}): from there on the "
-                    f"floor is an estimate, and modules are judged {UNKNOWN:.0f} times more leniently."
+                    f"the reference does not run in the candidate's dtypes ({told(self.floor.raised)}): from there on "
+                    f"the floor is an estimate, and modules are judged {UNKNOWN:.0f} times more leniently."
                 )
-        self.floor = floor
+
+    def judged(self, guided: Guided) -> list[Row]:
+        """Judge every call, by the floor and, where something differs from that too, by what a nudge does."""
+        passes, floor, leniency = self.passes, self.floor, self.leniency
         nudged: dict[Place, Measured] = {}
         doubtful = {
             place
@@ -164,9 +187,7 @@ class _Diagnosis:
             self.say("trying what a unit in the last place does")
             every = ROUNDED if passes.other_dtypes else 1
             nudged = passes.floor(Guidance(again=NUDGE, every=every, only=doubtful)).measured
-        judged = judged_rows(passes, guided, floor.measured, nudged, leniency=leniency)
-        rows = [evident(row, passes) for row in judged]
-        return self.randomness(rows, guided) if passes.drew else rows
+        return judged_rows(passes, guided, floor.measured, nudged, leniency=leniency)
 
     def randomness(self, rows: list[Row], guided: Guided) -> list[Row]:
         """Tell what differs because it is drawn: it differs from itself with another seed."""
@@ -187,6 +208,19 @@ class _Diagnosis:
         """Measure the candidate's output, and the reference's in the candidate's dtypes."""
         return Final(self.passes.error, self.passes.final_floor() if self.passes.other_dtypes else 0.0)
 
+    def cost(self, final: Final) -> str:
+        """Say how large the final error is, and what of that half precision would cost."""
+        if not final.error:
+            return ""
+        dtype, floor = self.passes.lowered or main_dtype(self.passes.theirs.model), final.floor
+        if not floor or dtype is None:
+            dtype, floor = torch.bfloat16, self.passes.final_floor(torch.bfloat16)
+        said = f"; the final error is {number(final.error)}"
+        if not floor or not math.isfinite(floor):
+            return said
+        share = final.error / floor
+        return f"{said}, {f'{share:.2f}' if share > 0.005 else f'{share:.0e}'} of what {name_of(dtype)} costs"
+
 
 NUDGE = 1
 ROUNDED = 8  # one in eight moved by a unit is as far off as all of them rounded; the floor has that already
@@ -203,16 +237,16 @@ def _same_bits(a: Measured, b: Measured | None) -> bool:
     return b is not None and (a.digest, a.dtype, a.count) == (b.digest, b.dtype, b.count)
 
 
-def _verdict(blames: Sequence[Blame], rows: Sequence[Row], final: Final) -> Verdict:
+def _verdict(blames: Sequence[Blame], rows: Sequence[Row], final: Final, cost: str) -> Verdict:
     kinds = {row.judged.kind for row in rows}
     if blames:
         return Verdict("differs", _sentence(blames, final))
     if "quantised" in kinds:
         count = sum(row.judged.kind == "quantised" for row in rows)
-        return Verdict("noise", f"{count} modules are quantised alike, and none of them stands out")
+        return Verdict("noise", f"{count} modules are quantised alike, and none of them stands out{cost}")
     if kinds <= {"same", "unpaired", "unplayed"} and not final.error:
         return Verdict("same", "every module gives the same values")
-    return Verdict("noise", "every module is within its floor")
+    return Verdict("noise", f"every module is within its floor{cost}")
 
 
 def _sentence(blames: Sequence[Blame], final: Final) -> str:
@@ -223,9 +257,7 @@ def _sentence(blames: Sequence[Blame], final: Final) -> str:
     if first.cause.kind != "unknown" and first.cause.because not in first.row.because:
         clauses.append(str(first.cause))
     if len(blames) > 1:
-        others = ", ".join(called(blame.name) for blame in blames[1:4])
-        more = f" and {len(blames) - 4} more" if len(blames) > 4 else ""
-        clauses.append(f"to blame as well: {others}{more}")
+        clauses.append(f"to blame as well: {some([called(blame.name) for blame in blames[1:]])}")
     if final.removed is not None:
         where = "there" if len(blames) == 1 else f"at all {len(blames)}"
         clauses.append(f"putting the reference's output {where} removes {final.removed:.0%} of the final error")

@@ -15,8 +15,6 @@ from typing import Any, Literal, get_args
 from layerscope.compare.rows import Verdict
 from layerscope.diagnose.causes import Cause
 
-__all__ = ["KINDS", "Blame", "Final", "Finding", "Judged", "Kind", "Packed", "called"]
-
 Kind = Literal["same", "noise", "root", "nonfinite", "random", "quantised", "unpaired", "unplayed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 GUILTY: tuple[Kind, ...] = ("root", "nonfinite", "random")

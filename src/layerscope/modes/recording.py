@@ -84,6 +84,7 @@ def record_modes(
 
     def recorded(mode: Mode, address: str | None) -> Run:
         own = variant(model, mode, setting)
+        grid = {"quantised": f"mode {mode.name}"} if "quant_only" in mode.groups else {}
         recording = record(
             own,
             asked,
@@ -96,7 +97,7 @@ def record_modes(
             options=RecordOptions(
                 name=name,
                 mode=mode.name,
-                settings={"inputs": given, **stopped, **(settings or {})},
+                settings={"inputs": given, **grid, **stopped, **(settings or {})},
                 listener=progress,
                 tell=progress.measuring,
             ),

@@ -8,8 +8,8 @@ Of many steps some are read, evenly spread and always the first and the last, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from layerscope.errors import LayerscopeError
 from layerscope.pages.alarms import kept
@@ -19,6 +19,7 @@ from layerscope.report.parts import (
     Choice,
     Curves,
     Event,
+    Fold,
     Heading,
     HeatMap,
     Line,
@@ -46,7 +47,7 @@ def training(run: Run, points: Sequence[Point], *, alarms: bool = True, tell: Te
     """Show what changes over the steps of a run."""
     when = sorted({Moment(m.epoch, m.step, m.batch) for m in run.moments})
     if alarms:
-        yield from alarm_parts([_event(alarm) for alarm in kept(run)], when)
+        yield from alarm_parts(kept(run), when)
     if len(when) > 1:
         shown = by_depth(points)
         several = max(1, min(ACROSS, RECORDS // max(1, min(len(shown), DOWN))))
@@ -62,18 +63,35 @@ def training(run: Run, points: Sequence[Point], *, alarms: bool = True, tell: Te
     yield from _attention(run, points)
 
 
-def alarm_parts(events: Sequence[Event], when: Sequence[Moment]) -> Iterator[Part]:
-    """Show the alarms on a timeline."""
-    if events:
-        steps = [moment.step for moment in when] + [event.at for event in events]
-        yield Heading("alarms")
-        yield Timeline("alarms", "", (min(steps), max(steps)), tuple(events), audience="page")
+def alarm_parts(alarms: Sequence[Mapping[str, Any]], when: Sequence[Moment]) -> Iterator[Part]:
+    """Show alarms, as they are kept, on a timeline, and what the last frames before each of them showed."""
+    if not alarms:
+        return
+    events = [Event(one["step"], f"{one.get('rule')}: {one.get('where')}: {one.get('because')}") for one in alarms]
+    steps = [moment.step for moment in when] + [event.at for event in events]
+    yield Heading("alarms")
+    yield Timeline("alarms", "", (min(steps), max(steps)), tuple(events), audience="page")
+    for alarm, event in zip(alarms, events, strict=True):
+        frames = alarm.get("frames")
+        before = [one for one in frames if _is_frame(one)] if isinstance(frames, list) else []
+        points = list(dict.fromkeys(point for one in before for point in one["rms"]))
+        if points:
+            table = tuple(tuple(_size(one["rms"].get(point)) for one in before) for point in points)
+            columns = tuple(f"step {one.get('step')}" for one in before)
+            drawn = HeatMap("frames", "rms", tuple(points), columns, table, log=True, audience="page")
+            yield Fold(f"the frames before step {event.at:,}: {event.text}", (drawn,), tone="bad")
 
 
-def _event(alarm: dict[str, object]) -> Event:
-    step = alarm["step"]
-    assert isinstance(step, int)
-    return Event(step, f"{alarm.get('rule')}: {alarm.get('where')}: {alarm.get('because')}")
+def _is_frame(value: object) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("rms"), Mapping)
+
+
+def _size(value: object) -> float | None:
+    """Return a number of an alarm's file, where what is not finite is a word; None for what is none."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def _spread(items: Sequence[_T], most: int) -> list[_T]:
@@ -168,6 +186,7 @@ def _attention(run: Run, points: Sequence[Point]) -> Iterator[Part]:
     if not maps:
         return
     yield Heading("attention")
+    yield Sentence("each line is a token that looks, each column the token it looks at; the first is at the top left")
     for point in maps[:MAPS]:
         entries = [entry for entry in run.records(point) if entry.point == point and entry.dtype is not None]
         chosen = _spread(entries, MAPS)
@@ -218,6 +237,6 @@ def _heads(entry: Entry) -> Iterator[Part]:
         labels = tuple(f"token {n * every}" for n in range(len(rows)))
         table = tuple(tuple(float(f"{v:.6g}") for v in row) for row in rows)
         title = f"head {nth}" + (f", the largest of each {every} by {every}" if every > 1 else "")
-        yield HeatMap("attention", title, labels, labels, table, square=True, audience="page")
+        yield HeatMap("attention", title, labels, labels, table, log=True, square=True, audience="page")
     if len(heads) > MAPS:
         yield Sentence(f"{MAPS} of {len(heads)} heads are drawn", "quiet")

@@ -46,6 +46,8 @@ def provenance(
     tensors = {id(tensor): tensor for named in own.values() for _, tensor in named if not is_lazy(tensor)}
     size = sum(tensor.nbytes for tensor in tensors.values())
     said: dict[str, Any] = {"statistics": statistics, "kernels": kernels} if kernels else {}
+    if grid := _grid(own):
+        said["quantised"] = grid
     fingerprints: dict[str, str] = {}
     if weights or (weights is None and on_disk and size <= _MOST):
         fingerprints = _fingerprints(own)
@@ -83,6 +85,19 @@ def provenance(
     )
 
 
+def _grid(weights: Weights) -> str:
+    """Say in words that the weights lie on a coarser grid, where some of them show it; else nothing."""
+    for owned in weights.values():
+        for name, tensor in owned:
+            if "weight" not in name or is_lazy(tensor):
+                continue
+            if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+                return f"weights of {str(tensor.dtype).removeprefix('torch.')}"
+            if _dequantises(tensor):
+                return f"weights in a {type(tensor).__name__}"
+    return ""
+
+
 def _fingerprints(weights: Weights) -> dict[str, str]:
     """Fingerprint each module's own parameters and buffers, so that runs can tell whose weights differ."""
     with undisturbed():
@@ -104,6 +119,10 @@ def _fingerprint(own: list[tuple[str, torch.Tensor]]) -> str:
 
 def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values that a quantised tensor stands for: a fingerprint is of those, not of how they are packed."""
-    own = getattr(type(tensor), "dequantize", torch.Tensor.dequantize)
-    unpacked: torch.Tensor = tensor if own is torch.Tensor.dequantize else tensor.dequantize()
+    unpacked: torch.Tensor = tensor.dequantize() if _dequantises(tensor) else tensor
     return unpacked
+
+
+def _dequantises(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is of a subclass that stands for other values than it holds, as torchao's are."""
+    return getattr(type(tensor), "dequantize", torch.Tensor.dequantize) is not torch.Tensor.dequantize

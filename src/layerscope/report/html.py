@@ -49,16 +49,20 @@ __all__ = ["SUFFIX", "fragment", "policy", "render", "save"]
 
 SUFFIX = ".html"
 STATIC = 300  # rows of a table that stand in the page; a longer one has its rows in the data, and a window on them
+LONG = 42  # characters of a text that does not share its line
 _RIGHT: tuple[Kind, ...] = ("count", "number", "percent", "bytes")
 _SIGNS: dict[Tone, str] = {"plain": "", "quiet": "", "good": "\u2713", "warn": "\u26a0", "bad": "\u2717"}
 _numbers = itertools.count(1)
 
 
-def render(document: Document, *, live: str = "") -> str:
-    """Write the document as a page; a `live` one is served, and follows what its server tells at that path."""
+def render(document: Document, *, live: str = "", seen: str = "") -> str:
+    """Write the document as a page; a `live` one is served, and follows what its server tells at that path.
+
+    `seen` is what the server would tell now: only something else makes the page fetch itself again.
+    """
     page = _Page()
     body = "".join(page.blocks(document.parts))
-    events = f' data-events="{quoted(live)}"' if live else ""
+    events = f' data-events="{quoted(live)}" data-seen="{quoted(seen)}"' if live else ""
     style, script = _asset("page.css"), _asset("page.js")
     if live:
         script += _asset("live.js")
@@ -278,7 +282,8 @@ def _cell(shown: _Shown, opens: str) -> str:
     """Write a cell, with a link to what it opens; spaces set it in by its depth, because a copied table keeps them."""
     tone = shown.tone if shown.tone != "plain" else ""
     right = shown.kind in _RIGHT and shown.value is None  # a number stands to the right by itself
-    kinds = [k for k in ("right" if right else "name" if shown.kind == "name" else "", tone) if k]
+    long = shown.kind == "text" and len(shown.text) > LONG
+    kinds = [k for k in ("right" if right else "name" if shown.kind == "name" else "long" if long else "", tone) if k]
     value = f' data-v="{shown.value}"' if shown.value is not None and not isinstance(shown.value, str) else ""
     if isinstance(shown.value, str):
         value = f' data-v="{quoted(shown.value)}"'
@@ -308,10 +313,11 @@ def _facts(facts: Facts) -> str:
     if not shown:
         return ""
     title = f"<h3>{quoted(facts.title.rstrip(':'))}</h3>" if facts.title else ""
+    written = [(fact, write(fact.value, fact.kind)) for fact in shown]
     items = "".join(
-        f"<li><b>{quoted(fact.label.rstrip(':'))}</b>"
-        f"<i{_class(fact.tone)}>{quoted(write(fact.value, fact.kind))}</i></li>"
-        for fact in shown
+        f"<li{_class('long' if len(fact.label + text) > LONG else '')}><b>{quoted(fact.label.rstrip(':'))}</b>"
+        f"<i{_class(fact.tone)}>{quoted(text)}</i></li>"
+        for fact, text in written
     )
     return f'<section class="facts">{title}<ul>{items}</ul></section>'
 

@@ -9,13 +9,16 @@ it keeps its size on a telephone and on a wall.
 from __future__ import annotations
 
 import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
+from itertools import groupby
 from typing import TypeAlias
 
 from layerscope.report.json import JSON, strict
-from layerscope.report.parts import Curves, Event, HeatMap, Histograms, Picture, Timeline
+from layerscope.report.parts import Curves, Event, HeatMap, Histograms, Line, Picture, Timeline
 from layerscope.report.writing import count, landmarks, middle, number, printable
 
 __all__ = ["figure", "quoted"]
@@ -27,6 +30,8 @@ WRITTEN = (12, 64)  # a heat map of at most so many columns and rows has its num
 MARKED = 64  # a line of at most so many places has a mark at each
 EVENTS = 8  # that are read at once
 NAME = 30  # characters of a row's name
+LABEL = 18  # of a label below a picture
+STRAIGHT = 48  # characters of all columns together that stand side by side
 AXIS = 7  # labels below a picture, at most
 
 _Place: TypeAlias = Callable[[int], float]  # how far to the right a place stands, as a share of one
@@ -49,7 +54,7 @@ def figure(picture: Picture, data: list[JSON]) -> str:
             body = _histograms(picture, data)
         case Timeline():
             body = _timeline(picture)
-    kind = type(picture).__name__.lower()
+    kind = type(picture).__name__.lower() + (" square" if isinstance(picture, HeatMap) and picture.square else "")
     return f'<figure class="{kind}"><figcaption>{quoted(picture.title)}</figcaption>{body}</figure>'
 
 
@@ -61,48 +66,56 @@ def _curves(curves: Curves, data: list[JSON]) -> str:
     lines = [line for line in curves.lines if any(v is not None for v in line.values)]
     if not lines:
         return '<p class="quiet">nothing was measured</p>'
-    low, high = _decades(span or (0.1, 1.0)) if curves.log else _padded(span or (0.0, 1.0))
+    log = curves.log and not _narrow(span, lines)
+    low, high = _decades(span or (0.1, 1.0)) if log else _padded(span or (0.0, 1.0))
     many = len(curves.labels)
 
     def x(at: int) -> float:
         return at / (many - 1) if many > 1 else 0.5
 
     def y(value: float) -> float:
-        if curves.log:
+        if log:
             share = (math.log(value) - math.log(low)) / (math.log(high) - math.log(low)) if value > 0 else 0.0
         else:
             share = value / 2 - low / 2
             share /= high / 2 - low / 2  # two huge numbers have no finite difference
         return 1 - min(1.0, max(0.0, share))
 
-    ticks = _ticks(low, high, log=curves.log)
+    ticks = _ticks(low, high, log=log)
     stretched = [f'<path class="grid" d="{"".join(f"M0 {_at(y(tick))}H{SIZE}" for tick in ticks)}"/>']
     marks: list[str] = []
     for nth, line in enumerate(lines):
         colour = nth % COLOURS
         if any(v is not None for v in line.floor):
             stretched.append(f'<path class="band c{colour}" d="{_area(line.floor, x, y)}"/>')
-        on_scale = [v if v is None or v > 0 or not curves.log else None for v in line.values]
-        stretched.append(f'<path class="line c{colour}" d="{_path(on_scale, x, y)}"/>')
+        on_scale = [v if v is None or v > 0 or not log else None for v in line.values]
+        below = [v if v is not None and v <= 0 and log else None for v in line.values]  # no line leads there
+        stretched.append(f'<path class="line c{colour}" d="{_path(on_scale, x, y)}{_path(below, x, y)}"/>')
+        every = many <= MARKED and many * len(lines) <= 8 * MARKED
         for at, value in enumerate(line.values):
             if value is None:
                 continue
             if not math.isfinite(value):
                 marks.append(_cross(x(at)))
-            elif curves.log and value <= 0:  # below every scale: no line leads there
-                marks.append(f'<circle class="mark hollow c{colour}" cx="{x(at):.2%}" cy="100%" r="3"/>')
-            elif many <= MARKED and many * len(lines) <= 8 * MARKED:
+            elif below[at] is not None:
+                if every or _ends(below, at):
+                    marks.append(f'<circle class="mark hollow c{colour}" cx="{x(at):.2%}" cy="100%" r="3"/>')
+            elif every or _alone(on_scale, at):
                 marks.append(f'<circle class="mark c{colour}" cx="{x(at):.2%}" cy="{y(value):.2%}" r="3"/>')
-            elif _alone(on_scale, at):
-                marks.append(f'<circle class="mark c{colour}" cx="{x(at):.2%}" cy="{y(value):.2%}" r="2"/>')
     data.append({"labels": list(curves.labels), "lines": [[one.name, strict(one.values)] for one in lines]})
     said = f"{curves.title}: {'; '.join(_told(curves, nth) for nth in range(len(curves.lines)))}"
     return (
         f'<div class="frame">{_y_axis(ticks, y, curves.unit)}'
         f'<svg class="plot" role="img" tabindex="0" aria-label="{quoted(said)}" data-figure="{len(data) - 1}">'
         f"{_stretched(stretched)}{''.join(marks)}</svg>{_x_axis(curves.labels, x, curves.across)}</div>"
-        f"{_legend(curves)}"
+        f"{_legend(curves, lines, log=log)}"
     )
+
+
+def _narrow(span: tuple[float, float] | None, lines: Sequence[Line]) -> bool:
+    """Tell whether all of it lies within a power of ten, where a logarithmic scale shows less than a plain one."""
+    nothing = any(v is not None and v <= 0 for line in lines for v in line.values)
+    return span is not None and span[1] < 10 * span[0] and not nothing
 
 
 def _told(curves: Curves, nth: int) -> str:
@@ -116,23 +129,21 @@ def _told(curves: Curves, nth: int) -> str:
     return f"{line.name} {number(first)} to {number(last)}{peak}"
 
 
-def _legend(curves: Curves) -> str:
+def _legend(curves: Curves, lines: Sequence[Line], *, log: bool) -> str:
     items = []
-    drawn = 0
-    for nth, line in enumerate(curves.lines):
-        if not any(v is not None for v in line.values):
-            continue
-        swatch = f'<svg class="swatch" aria-hidden="true"><path class="line c{drawn % COLOURS}" d="M0 6H30"/></svg>'
-        said = _told(curves, nth).removeprefix(line.name)
+    floors = [(nth % COLOURS, line.name) for nth, line in enumerate(lines) if any(v is not None for v in line.floor)]
+    for nth, line in enumerate(lines):
+        swatch = f'<svg class="swatch" aria-hidden="true"><path class="line c{nth % COLOURS}" d="M0 6H30"/></svg>'
+        said = _told(curves, curves.lines.index(line)).removeprefix(line.name)
         items.append(f"<li>{swatch}<b>{quoted(line.name)}</b><span>{quoted(said)}</span></li>")
-        drawn += 1
-    if any(line.floor for line in curves.lines):
-        band = '<svg class="swatch" aria-hidden="true"><path class="band c0" d="M0 2H30V10H0Z"/></svg>'
-        items.append(f"<li>{band}<span>the floor: what noise alone makes</span></li>")
-    values = [v for line in curves.lines for v in line.values]
+    for colour, name in floors:
+        band = f'<svg class="swatch" aria-hidden="true"><path class="band c{colour}" d="M0 2H30V10H0Z"/></svg>'
+        said = f"the floor of {name} and those like it" if len(floors) > 1 else "the floor: what noise alone makes"
+        items.append(f"<li>{band}<span>{quoted(said)}</span></li>")
+    values = [v for line in lines for v in line.values]
     if any(v is not None and not math.isfinite(v) for v in values):
         items.append('<li><span class="bad">\u2715</span><span>not finite</span></li>')
-    if curves.log and any(v == 0 for v in values):
+    if log and any(v == 0 for v in values):
         items.append("<li><span>\u25cb</span><span>exactly 0, below the scale</span></li>")
     return f'<ul class="legend">{"".join(items)}</ul>'
 
@@ -175,6 +186,11 @@ def _alone(values: Sequence[float | None], at: int) -> bool:
     return not any(v is not None and math.isfinite(v) for v in beside)
 
 
+def _ends(values: Sequence[float | None], at: int) -> bool:
+    """Tell whether a stretch of values begins or ends here."""
+    return at in (0, len(values) - 1) or values[at - 1] is None or values[at + 1] is None
+
+
 def _cross(x: float) -> str:
     return f'<text class="bad cross" x="{x:.2%}" y="12" text-anchor="middle">\u2715</text>'
 
@@ -189,8 +205,12 @@ def _heat(heat: HeatMap, data: list[JSON]) -> str:
     span = heat.span or (0.0, 1.0)
     cells: dict[str, list[str]] = {}
     for at, row in enumerate(heat.values):
-        for to, value in enumerate(row):
-            cells.setdefault(_shade(value, span, log=heat.log), []).append(f"M{to} {at}h1v1h-1z")
+        shades = [_shade(value, span, log=heat.log) for value in row]
+        to = 0
+        for shade, alike in groupby(shades):  # neighbours of one shade are one rectangle: a page is sent by mail
+            wide = len([*alike])
+            cells.setdefault(shade, []).append(f"M{to} {at}h{wide}v1h-{wide}z")
+            to += wide
     paths = [f'<path class="{kind}" d="{"".join(some)}"/>' for kind, some in cells.items()]
     inner = f'<svg viewBox="0 0 {across} {down}" preserveAspectRatio="none" class="cells">{"".join(paths)}</svg>'
     data.append({"rows": list(heat.rows), "columns": list(heat.columns), "values": [strict(r) for r in heat.values]})
@@ -237,13 +257,17 @@ def _short(value: float) -> str:
     """Write a number in six characters or fewer."""
     if value == 0 or not math.isfinite(value):
         return number(value)
-    return f"{value:.3g}" if 1e-3 <= abs(value) < 1e4 else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+    return (
+        f"{value:#.3g}".rstrip(".")
+        if 1e-3 <= abs(value) < 1e4
+        else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+    )
 
 
 def _row_names(rows: Sequence[str], height: str, *, every: int) -> str:
     texts = [
-        f'<text x="100%" y="{(at + 0.5) / len(rows):.2%}" dx="-6" dy="4" text-anchor="end">{_named(name, NAME)}</text>'
-        for at, name in enumerate(rows)
+        f'<text x="100%" y="{(at + 0.5) / len(rows):.2%}" dx="-6" dy="4" text-anchor="end">{_named(name, short)}</text>'
+        for at, (name, short) in enumerate(zip(rows, _shortened(rows, NAME), strict=True))
         if at % every == 0
     ]
     return f'<svg class="names" {height} aria-hidden="true">{"".join(texts)}</svg>'
@@ -253,12 +277,15 @@ def _column_names(heat: HeatMap) -> str:
     across = len(heat.columns)
     if across > WRITTEN[0]:
         return _x_axis(heat.columns, lambda at: (at + 0.5) / across, heat.across)
+    short = _shortened(heat.columns, 16)
+    slanted = max(map(len, short)) * across > STRAIGHT
+    kind, anchor = ("slanted", "end") if slanted else ("", "middle")
     texts = [
-        f'<svg x="{(at + 0.5) / across:.2%}" y="12" class="over"><text class="slanted" text-anchor="end">'
-        f"{_named(name, 16)}</text></svg>"
+        f'<svg x="{(at + 0.5) / across:.2%}" y="14"><text class="{kind}" text-anchor="{anchor}">'
+        f"{_named(name, short[at])}</text></svg>"
         for at, name in enumerate(heat.columns)
     ]
-    return f'<svg class="xaxis slant" aria-hidden="true">{"".join(texts)}</svg>'
+    return f'<svg class="xaxis{" slant" if slanted else ""}" aria-hidden="true">{"".join(texts)}</svg>'
 
 
 def _extremes(heat: HeatMap) -> str:
@@ -291,7 +318,7 @@ def _shades(heat: HeatMap, span: tuple[float, float], used: Iterable[str]) -> st
             swatch = f'<svg class="scale one" aria-hidden="true"><rect class="{kind}" width="12" height="12"/></svg>'
             said.append(f"<li>{swatch}<span>{words}</span></li>")
     if heat.log and any(v is not None and v <= 0 for row in heat.values for v in row):
-        said.append("<li><span>0 and less: the lightest</span></li>")
+        said.append("<li><span>0 or less has the shade of the least</span></li>")
     return f'<ul class="legend">{"".join(said)}</ul>'
 
 
@@ -385,20 +412,34 @@ def _x_axis(labels: Sequence[str], x: _Place, across: str, *, most: int = AXIS) 
     """Write some of the labels below a picture, the first and the last among them; the ends stand inside."""
     last = len(labels) - 1
     shown = sorted({round(last * share / (most - 1)) for share in range(most)}) if labels else []
+    short = _shortened(labels, LABEL)
     texts = []
     for nth, at in enumerate(shown):
         anchor = "start" if nth == 0 and x(at) < 0.2 else "end" if nth == len(shown) - 1 and x(at) > 0.8 else "middle"
         rank = "few" if at in (0, last) or nth * 2 == len(shown) - 1 else "many"
-        text = _named(labels[at], 18)
-        texts.append(f'<text class="{rank}" x="{x(at):.2%}" y="14" text-anchor="{anchor}">{text}</text>')
-    below = f'<text x="50%" y="30" text-anchor="middle">{quoted(across)}</text>' if across else ""
+        text = _named(labels[at], short[at])
+        texts.append(f'<text class="{rank}" x="{x(at):.2%}" y="18" text-anchor="{anchor}">{text}</text>')
+    below = f'<text x="50%" y="34" text-anchor="middle">{quoted(across)}</text>' if across else ""
     return f'<svg class="xaxis" aria-hidden="true">{"".join(texts)}{below}</svg>'
 
 
-def _named(name: str, room: int) -> str:
-    """Write a name in so many characters; what is shortened says itself whole when it is pointed at."""
-    short = middle(printable(name), room)
-    return quoted(name) if len(short) == len(printable(name)) else f"<title>{quoted(name)}</title>{quoted(short)}"
+def _named(name: str, short: str) -> str:
+    """Write a name; what is shortened says itself whole when it is pointed at."""
+    return quoted(name) if short == printable(name) else f"<title>{quoted(name)}</title>{quoted(short)}"
+
+
+def _shortened(names: Sequence[str], room: int) -> list[str]:
+    """Write names in so many characters: where they do not fit, what most of them begin with is left out first.
+
+    >>> _shortened(["model.layers.0.mlp", "model.layers.1.mlp", "model.norm"], 12)
+    ['…0.mlp', '…1.mlp', 'model.norm']
+    """
+    texts = [printable(name) for name in names]
+    if max(map(len, texts), default=0) > room:
+        begins = Counter(text[: dot.end()] for text in texts for dot in re.finditer(r"\.", text))
+        most = max((text for text, n in begins.items() if n * 3 >= len(texts) * 2), key=len, default="\0")
+        texts = [f"\u2026{text.removeprefix(most)}" if text.startswith(most) else text for text in texts]
+    return [middle(text, room) for text in texts]
 
 
 def _tick(value: float) -> str:
@@ -411,7 +452,10 @@ def _tick(value: float) -> str:
 
 def _ticks(low: float, high: float, *, log: bool) -> list[float]:
     if log:
-        first, last = round(math.log10(low)), round(math.log10(high))
+        first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+        if last - first < 2:
+            steps = [times * 10.0**power for power in range(first - 1, last + 1) for times in (1, 2, 5)]
+            return [step for step in steps if low * 0.999 <= step <= high * 1.001]
         every = max(1, math.ceil((last - first) / 6))
         return [10.0**power for power in range(first, last + 1, every)]
     step = _round_step(low, high)
@@ -426,9 +470,11 @@ def _round_step(low: float, high: float) -> float:
 
 
 def _decades(span: tuple[float, float]) -> tuple[float, float]:
-    """Return the powers of ten around these, within what a float holds."""
-    low = min(307, max(-307, math.floor(math.log10(span[0]))))
-    return 10.0**low, 10.0 ** min(308, max(low + 1, math.ceil(math.log10(span[1]))))
+    """Return the nearest of 1, 2 and 5 times a power of ten around these, within what a float holds."""
+    low, high = min(307, max(-307, math.floor(math.log10(span[0])))), math.floor(math.log10(span[1]))
+    least = max(times * 10.0**low for times in (1, 2, 5) if times == 1 or times * 10.0**low <= span[0])
+    most = next((times * 10.0**high for times in (1, 2, 5, 10) if times * 10.0**high >= span[1]), sys.float_info.max)
+    return least, most if most > least else 10 * least
 
 
 def _padded(span: tuple[float, float]) -> tuple[float, float]:

@@ -25,6 +25,7 @@ __all__ = [
     "printable",
     "shares",
     "size",
+    "some",
     "spark",
     "write",
 ]
@@ -78,6 +79,16 @@ def many(count: int, noun: str) -> str:
     ('1 point', '2,000 records')
     """
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Name the first of many, and count the others; one more than `most` is named as well.
+
+    >>> some(["a", "b"], 1), some(["a", "b", "c"], 1)
+    ('a, b', 'a and 2 more')
+    """
+    left = len(names) - most
+    return ", ".join(names) if left < 2 else f"{', '.join(names[:most])} and {left:,} more"
 
 
 def percent(share: float) -> str:

@@ -59,7 +59,7 @@ def application(listing: Listing, *, token: str, port: int, stopping: Callable[[
         return JSONResponse({"page": f"/comparison/{await run_in_threadpool(comparisons.start, known)}"})
 
     async def events(request: Request) -> Response:
-        return _stream(request, lambda: recent("", lambda: listing.stamp() + comparisons.state()))
+        return _stream(request, lambda: recent("", pages.stamp))
 
     async def run_events(request: Request) -> Response:
         id = _id(request)

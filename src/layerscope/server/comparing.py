@@ -22,11 +22,13 @@ from typing import final
 from layerscope.errors import LayerscopeError
 from layerscope.report import Cell, Column, Document, Heading, Sentence, Table, html, json
 from layerscope.report.parts import Part
+from layerscope.report.writing import printable
 from layerscope.server.listing import state_of
 from layerscope.store import cache_folder
 
 __all__ = ["Comparisons"]
 
+DONE = "done"
 KEPT = 24  # comparisons whose pages are remembered
 
 
@@ -36,7 +38,6 @@ class _Asked:
 
     title: str
     told: str = "waiting"
-    version: int = 0
     page: str = ""
     verdict: str = ""
 
@@ -76,18 +77,18 @@ class Comparisons:
             if asked.page:
                 return asked.page
             title, told = asked.title, asked.told
-        return html.render(Document(title, (Sentence(f"comparing: {told}"),)), live=f"/events/comparison/{id}")
+        return html.render(Document(title, (Sentence(f"comparing: {told}"),)), live=_events(id), seen=told)
 
     def stamp(self, id: str) -> str | None:
         """Return a text that changes as a comparison goes on."""
         with self._lock:
             asked = self._asked.get(id)
-            return None if asked is None else str(asked.version)
+            return None if asked is None else asked.told
 
     def state(self) -> str:
         """Return a text that changes when any comparison goes on."""
         with self._lock:
-            return ",".join(f"{asked.version}" for asked in self._asked.values())
+            return ",".join(asked.told for asked in self._asked.values())
 
     def parts(self) -> list[Part]:
         """Return the comparisons as part of a page."""
@@ -136,15 +137,14 @@ class Comparisons:
     def _tell(self, id: str, told: str) -> None:
         with self._lock:
             if id in self._asked:
-                self._asked[id].told = told
-                self._asked[id].version += 1
+                self._asked[id].told = printable(told)  # it names points, and is a line of a stream
 
     def _finish(self, id: str, document: Document, verdict: str) -> None:
-        text = html.render(document, live=f"/events/comparison/{id}")
+        text = html.render(document, live=_events(id), seen=DONE)
         with self._lock:
             if id in self._asked:
                 asked = self._asked[id]
-                asked.page, asked.verdict, asked.version = text, verdict, asked.version + 1
+                asked.page, asked.verdict, asked.told = text, verdict, DONE
 
     def _name(self, path: Path) -> str:
         return str(path.relative_to(self._folder)) if path != self._folder else path.name
@@ -170,6 +170,10 @@ class Comparisons:
         except (LayerscopeError, OSError, KeyError):
             with self._lock:
                 self._asked.pop(file.stem, None)
+
+
+def _events(id: str) -> str:
+    return f"/events/comparison/{id}"
 
 
 def _place(folder: Path) -> Path | None:

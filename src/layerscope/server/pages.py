@@ -39,6 +39,7 @@ class Pages:
 
     def start(self) -> str:
         """Return the list of runs and comparisons."""
+        seen = self.stamp()
         runs = self._listing.found()
         columns = [
             Column("run", "run", "name"),
@@ -53,9 +54,12 @@ class Pages:
         parts: list[Part] = [Sentence(f"{many(len(runs), 'run')} below {self._listing.folder.name}", "quiet")]
         parts.append(Table.of("runs", columns, map(_cells, runs)))
         parts += self._comparisons.parts()
-        return html.render(Document("layerscope", tuple(parts)), live="/events").replace(
-            "<body ", '<body data-pick="runs" ', 1
-        )
+        text = html.render(Document("layerscope", tuple(parts)), live="/events", seen=seen)
+        return text.replace("<body ", '<body data-pick="runs" ', 1)
+
+    def stamp(self) -> str:
+        """Return a text that changes when a run comes, goes or grows, or a comparison goes on."""
+        return self._listing.stamp() + self._comparisons.state()
 
     def run(self, id: str) -> str | None:
         """Return the page of a run as it is now."""
@@ -69,7 +73,7 @@ class Pages:
             with self._lock:
                 known = self._made.get(id)
             if known is None or known[0] != state:
-                known = (state, self._written(id, path))
+                known = (state, self._written(id, path, state))
                 with self._lock:
                     self._made[id] = known
                     self._made.move_to_end(id)
@@ -77,7 +81,7 @@ class Pages:
                         self._made.popitem(last=False)
         return known[1]
 
-    def _written(self, id: str, path: Path) -> str:
+    def _written(self, id: str, path: Path, state: str) -> str:
         name = self._listing.name(path)
         try:
             reader = open_run(path)
@@ -88,7 +92,7 @@ class Pages:
                 close()
         except (LayerscopeError, OSError) as error:
             parts = (Sentence(str(error), "bad"),)
-        return html.render(Document(name, parts), live=f"/events/run/{id}")
+        return html.render(Document(name, parts), live=f"/events/run/{id}", seen=state)
 
 
 def _writer(path: Path, state: str) -> list[Part]:

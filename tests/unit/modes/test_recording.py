@@ -47,6 +47,17 @@ def test_each_run_holds_what_its_variant_computes(model, batches, tmp_path):
                 assert torch.equal(run.tensor("lm_head", step=step), own(*batch.args))
 
 
+def test_a_run_says_that_its_mode_is_quantised_and_a_float_one_says_nothing(model, batches):
+    grouped = Mode(
+        "mine", "weights on a grid of its own", lambda model, setting: copied(model), groups=frozenset({"quant_only"})
+    )
+    modes = [*choose(["fp32", "bf16", "int8-weight"], model).modes, grouped]
+    done = list(record_modes(model, modes, batches[:1], "lm_head", to=None))
+    assert [one.error for one in done] == [None] * 4
+    said = [one.run.manifest.settings.get("quantised") for one in done]
+    assert said == [None, None, "mode int8-weight", "mode mine"]
+
+
 def test_every_run_states_the_same_inputs_and_another_input_another_fingerprint(model, batches, tmp_path):
     def states(batches, to):
         done = record_modes(model, choose(["fp_only"], model).modes, batches, "lm_head", to=to, settings={"seq_len": 5})

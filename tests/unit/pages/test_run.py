@@ -192,9 +192,14 @@ def test_a_watched_training_keeps_its_alarms_beside_its_run_and_shows_them(tmp_p
     (line,) = of(page(run, "x"), Timeline)
     assert [event.at for event in line.events] == [alarm.moment.step for alarm in watching.alarms]
     assert "nonfinite" in line.events[0].text
+    (frames,) = of(page(run, "x"), HeatMap, key="frames")
+    assert frames.columns == ("step 1", "step 2", "step 3")
+    at = frames.rows.index(".:output")
+    sizes = [run.summary(".", step=step).l2 / 2 / 2**0.5 for step in range(1, 4)]
+    assert frames.values[at] == pytest.approx(sizes, rel=1e-6)
     watching.to_html(tmp_path / "x.html")
     shown = (tmp_path / "x.html").read_text("utf-8")
-    assert "the frames before each alarm" in shown
+    assert "the frames before step 4" in shown
     assert shown.count('class="timeline"') == 1
 
 
@@ -205,9 +210,13 @@ def test_alarms_that_do_not_read_are_passed_over(tmp_path):
     run = open_run(tmp_path / "run")
     assert alarms.kept(run) == []
     alarms.keep(str(tmp_path / "run"), {"step": 3, "value": float("nan")})
+    torn = {"step": 3, "frames": [{"rms": 3}, 7, {"rms": {"0": "x", "1": "Infinity", "2": [], "3": 2.5}}]}
+    alarms.keep(str(tmp_path / "run"), torn)
+    (drawn,) = of(page(run, "x"), HeatMap, key="frames")
+    assert drawn.values == ((None,), (float("inf"),), (None,), (2.5,))
     with (tmp_path / "run" / alarms.FILE).open("a") as file:
         file.write('[]\n{"step": "x"}\n\x00\n{"step": 4, "rule": "torn')
-    assert alarms.kept(run) == [{"step": 3, "value": "NaN"}]
+    assert alarms.kept(run) == [{"step": 3, "value": "NaN"}, torn]
     assert json.dumps(alarms.kept(run))
 
 

@@ -10,8 +10,8 @@ from functools import partial
 
 from layerscope.diagnose.causes.cause import KINDS, Case, Cause, Kind
 from layerscope.diagnose.causes.closeness import Values
-from layerscope.diagnose.causes.failures import nonfinite, other_shape, raised, random
-from layerscope.diagnose.causes.settings import differing_configuration, differing_settings
+from layerscope.diagnose.causes.failures import nonfinite, other_integers, other_shape, raised, random
+from layerscope.diagnose.causes.settings import differing_configuration, differing_settings, other_class, other_function
 from layerscope.diagnose.causes.slices import confined, displaced, in_another_order, some_scaled, some_zeroed
 from layerscope.diagnose.causes.values import left_out, on_a_bound, on_a_grid, rounded_to, scaled, shifted
 from layerscope.diagnose.causes.weights import differing_weights, quantised_weights
@@ -33,9 +33,11 @@ _CERTAIN: tuple[Callable[[Case], Cause | None], ...] = (
     raised,
     differing_weights,
     nonfinite,
+    other_integers,
     other_shape,
     random,
     differing_settings,
+    other_function,
 )
 _PATTERNS: tuple[Callable[[Case, Values], Cause | None], ...] = (
     left_out,
@@ -76,3 +78,4 @@ def _detectors(case: Case) -> Iterator[partial[Cause | None]]:
     yield from (partial(detector, case) for detector in _REST)
     if values is not None and values.differ:
         yield partial(confined, case, values)
+    yield partial(other_class, case)

@@ -18,8 +18,6 @@ from torch import nn
 from layerscope.diagnose.operations import Operation
 from layerscope.report.writing import many, number
 
-__all__ = ["KINDS", "Case", "Cause", "Kind", "indices", "listed", "shape", "share", "times"]
-
 Kind = Literal[
     "weights",
     "cast",

@@ -12,8 +12,6 @@ import torch
 
 from layerscope.diagnose.causes.cause import Case
 
-__all__ = ["LARGEST", "Values", "away", "coarser", "precision", "wide"]
-
 # Tensors with more elements are looked at in part: every n-th value of the last axis.
 LARGEST = 1 << 23
 # Another kernel in float32 sums in another order: a few units in the last place, in the root mean square.

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from layerscope.diagnose.causes import Case, Cause, cause_of
+from layerscope.diagnose.causes.cause import shape
 from layerscope.diagnose.judge.evidence import partner_of, uncalled_in
 from layerscope.diagnose.judge.second_look import Look
 from layerscope.diagnose.judge.suspects import Suspect
@@ -18,8 +19,7 @@ from layerscope.diagnose.operations import Operation, differences
 from layerscope.diagnose.replay.module_hooks import Key
 from layerscope.diagnose.replay.passes import Passes
 from layerscope.diagnose.replay.replay import Guidance, Guided, Place
-
-__all__ = ["explain"]
+from layerscope.report.writing import some
 
 
 def explain(suspects: Sequence[Suspect], passes: Passes, guided: Guided, look: Look) -> list[Cause]:
@@ -32,6 +32,8 @@ def _cause(suspect: Suspect, passes: Passes, guided: Guided, look: Look, *, dril
         evidence = {"relation": "exchanged", "owner": suspect.swapped}
         return Cause("weights", f"it holds the weights of {suspect.swapped}", evidence)
     place, row = suspect.row.place, suspect.row.judged
+    if place is not None and suspect.row.measure is not None and not suspect.row.measure.there:
+        return _not_handed(place, passes, guided)
     call = passes.captured.calls[suspect.row.key]
     case = Case(
         name=suspect.name,
@@ -44,14 +46,10 @@ def _cause(suspect: Suspect, passes: Passes, guided: Guided, look: Look, *, dril
         uncalled=uncalled_in(suspect.name, passes),
     )
     if place is not None:
-        case = replace(
-            case,
-            wanted=_wanted(place, passes),
-            got=look.got.get(place),
-            floor=look.floor.get(place),
-            again=look.again.get(place),
-            what=str(place),
-        )
+        wanted = _wanted(place, passes)
+        seen = [kept.get(place) for kept in (look.got, look.floor, look.again)]
+        got, floor, again = (_without_padding(value, wanted, passes) for value in seen)
+        case = replace(case, wanted=wanted, got=got, floor=floor, again=again, what=str(place))
     found = cause_of(case)
     if not drill or (place is not None and place.gradient) or case.raised is not None:
         return found
@@ -61,6 +59,28 @@ def _cause(suspect: Suspect, passes: Passes, guided: Guided, look: Look, *, dril
 
 
 MOST = 3  # suspects whose own code is looked into, operation by operation
+
+
+def _without_padding(value: torch.Tensor | None, wanted: torch.Tensor | None, passes: Passes) -> torch.Tensor | None:
+    return value if value is None or wanted is None else passes.captured.padded_alike(wanted, value)
+
+
+def _not_handed(place: Place, passes: Passes, guided: Guided) -> Cause:
+    """Tell which argument the candidate's code drops, and the operation that makes it in the reference's."""
+    assert place.into is not None
+    value, name = passes.captured.calls[place.into].inputs[place.leaf].tensor, place.leaf[0]
+    others = [p.into[0] for p, m in guided.measured.items() if p.into and p.owner == place.owner and not m.there]
+    log = passes.reference(Guidance(trace=place.owner, only=(), until=(place.owner,))).traced
+    makers = [
+        call.name
+        for call in log
+        for made in call.outputs
+        if made.shape == value.shape and made.dtype == value.dtype and torch.equal(made, value)
+    ]
+    said = f"it hands no {name} to {some(others, 1)}, where the reference hands one of {shape(value.shape)}"
+    made = f", made by its {makers[-1]}" if makers else ""
+    evidence = {"argument": name, "modules": others, "operation": makers[-1] if makers else None}
+    return Cause("operation", said + made, evidence)
 
 
 def _wanted(place: Place, passes: Passes) -> torch.Tensor | None:

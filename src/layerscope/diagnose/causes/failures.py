@@ -8,12 +8,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from layerscope.diagnose.causes.cause import Case, Cause, indices, shape
+from layerscope.diagnose.causes.cause import Case, Cause, indices, listed, shape
 from layerscope.diagnose.causes.closeness import Values, away, precision, wide
 from layerscope.diagnose.causes.parameters import parts
 
-__all__ = ["nonfinite", "other_shape", "raised", "random"]
-
+_SHOWN = 4  # values that differ
 _ALIGNED = 4096  # tokens among which the dropped ones are sought
 
 
@@ -74,6 +73,35 @@ def other_shape(case: Case) -> Cause | None:
     elif wanted.squeeze().shape == got.squeeze().shape:
         return Cause("shape", f"{sizes}: the same but for axes of size 1, which broadcast differently", evidence)
     return Cause("shape", sizes, evidence)
+
+
+def other_integers(case: Case) -> Cause | None:
+    """Positions, ids, choices: the first values that differ, and the step between them where it is one."""
+    if case.got is None or case.wanted is None or case.got.is_floating_point() or case.wanted.is_floating_point():
+        return None
+    if torch.bool in (case.got.dtype, case.wanted.dtype) or case.got.is_complex() or case.wanted.is_complex():
+        return None
+    try:
+        got, wanted = torch.broadcast_tensors(case.got.detach(), case.wanted.detach().to(case.got.device))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None
+    off = got != wanted
+    count = int(off.sum())
+    if not count:
+        return None
+    first = off.nonzero()[0].tolist()
+    values, had = (side[off][:_SHOWN].tolist() for side in (got, wanted))
+    steps = (got[off].long() - wanted[off].long()).unique()
+    said = f"its {case.what} is {listed(values)} where the reference's is {listed(had)}"
+    because = f"{said}, from {first} on: {count:,} of {off.numel():,} differ"
+    evidence: dict[str, object] = {"values": (had, values), "first": first, "count": count}
+    if len(steps) == 1 and count > 1:
+        because += f", all by {int(steps):+d}"
+        evidence["step"] = int(steps)
+    if case.operations:
+        because += f"; {case.operations[0].because}"
+        evidence["operation"] = case.operations[0].name
+    return Cause("operation", because, evidence)
 
 
 def random(case: Case) -> Cause | None:

@@ -15,8 +15,6 @@ import torch
 
 from layerscope.diagnose.causes.closeness import precision
 
-__all__ = ["Grid", "grid_of"]
-
 _BITS = 8
 _LEVELS = 2**_BITS - 1
 _SURE = 16.0  # the logarithm of the odds against chance, in a row

@@ -16,8 +16,6 @@ import torch
 from layerscope.diagnose.causes.closeness import coarser
 from layerscope.diagnose.causes.sums import same
 
-__all__ = ["Order", "described", "nearest_order", "order_of"]
-
 _PIECE = 1 << 20
 _NEAREST = 2048  # slices that are compared each with each
 

@@ -15,8 +15,6 @@ from torch import nn
 
 from layerscope.diagnose.causes.cause import Case
 
-__all__ = ["dense", "held", "paired", "parts"]
-
 # Where wrappers keep what they wrap: PEFT, torch.compile, DDP.
 _WRAPPED = ("base_layer", "_orig_mod", "module")
 # Counters, which no result depends on.

@@ -19,8 +19,6 @@ from layerscope.diagnose.causes.grids import Grid, grid_of
 from layerscope.diagnose.causes.orders import order_of
 from layerscope.diagnose.causes.sums import Lines, Sums, same
 
-__all__ = ["relation"]
-
 # The root mean square of rounding to nearest is about a quarter of the distance between numbers, or less.
 _ROUNDING = 0.3
 # Standard deviations: how far off 1 a factor must be.

@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType
 
+import torch
 from torch import nn
 
 from layerscope.diagnose.causes.cause import Case, Cause, listed
 from layerscope.diagnose.causes.parameters import parts
-
-__all__ = ["differing_configuration", "differing_settings"]
+from layerscope.report.writing import some
 
 _IDLE = frozenset(
     {"inplace", "gradient_checkpointing", "gradient_checkpointing_func", "dtype", "torch_dtype", "transformers_version"}
@@ -27,6 +27,9 @@ _IN_TRAINING = ("drop", "momentum", "jitter")
 _ALWAYS_KEPT = ("_attn_implementation",)
 _LONGEST = 16  # of a tuple or list
 _OTHER = object()
+_NUMBERS = torch.linspace(-8, 8, 4097)
+_SAME_FUNCTION = 1e-6  # of the largest value: another way to round
+_LONGEST_NAME = 60
 
 
 def differing_settings(case: Case) -> Cause | None:
@@ -44,6 +47,56 @@ def differing_settings(case: Case) -> Cause | None:
     where = f"its {wakes[0]} is" if wakes[0] else "it is"
     because = f"{where} in {mode} mode where the reference is in {other_mode} mode"
     return Cause("constant", because, {"setting": "training", "values": (mode == "training", mode != "training")})
+
+
+def other_function(case: Case) -> Cause | None:
+    """Two classes without weights that do not compute the same, number by number: another activation."""
+    if not _unrelated(case) or not all(_elementwise(side) for side in (case.reference, case.candidate)):
+        return None
+    had, got = (side.forward(_NUMBERS.clone()) for side in (case.reference, case.candidate))
+    apart = (got - had).abs()
+    at = int(apart.argmax())
+    if float(apart[at]) <= _SAME_FUNCTION * float(had.abs().max()):
+        return None
+    x, most = float(_NUMBERS[at]), float(apart[at])
+    one, two = _class(case.reference), _class(case.candidate)
+    because = (
+        f"it is {two} where the reference has {one}: two functions, at most {most:.2g} apart between -8 and 8 "
+        f"(at {x:.3g}, {float(got[at]):.5g} against {float(had[at]):.5g})"
+    )
+    return Cause("operation", because, {"classes": (one, two), "apart": most, "at": x})
+
+
+def other_class(case: Case) -> Cause | None:
+    """Two classes of which neither is the other's: no cause, but where to look for one."""
+    if not _unrelated(case):
+        return None
+    one, two = _class(case.reference), _class(case.candidate)
+    return Cause("unknown", f"no known cause; it is {two} where the reference has {one}", {"classes": (one, two)})
+
+
+def _unrelated(case: Case) -> bool:
+    ours, theirs = type(case.reference), type(case.candidate)
+    return not (issubclass(ours, theirs) or issubclass(theirs, ours)) and ours.__name__ != theirs.__name__
+
+
+def _elementwise(module: nn.Module) -> bool:
+    """Whether a module is a function of one number, without weights: what it makes of a part says so."""
+    held = [*module.parameters(), *module.buffers(), *module.children()]
+    if held or isinstance(module, nn.modules.dropout._DropoutNd):
+        return False
+    try:
+        whole, part = module.forward(_NUMBERS.clone()), module.forward(_NUMBERS[:999].clone())
+    except Exception:  # it takes something else
+        return False
+    return isinstance(whole, torch.Tensor) and whole.shape == _NUMBERS.shape and torch.allclose(whole[:999], part)
+
+
+def _class(module: nn.Module) -> str:
+    """Name a class with what it was made with, where that is short."""
+    inner = module.extra_repr()
+    name = type(module).__name__
+    return f"{name}({inner})" if 0 < len(inner) <= _LONGEST_NAME else name
 
 
 def differing_configuration(case: Case) -> Cause | None:
@@ -64,7 +117,7 @@ def _told(found: Mapping[str, tuple[object, object]]) -> Cause:
     evidence: dict[str, object] = {"setting": name, "values": (had, got)}
     if len(found) > 1:
         evidence["settings"] = list(found)
-    return Cause("constant", listed(said[:3]) + (f", and {len(said) - 3} more" if len(said) > 3 else ""), evidence)
+    return Cause("constant", listed(said) if len(said) < 4 else some(said), evidence)
 
 
 def _differing(

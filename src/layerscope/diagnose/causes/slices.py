@@ -11,8 +11,6 @@ from layerscope.diagnose.causes.cause import Case, Cause, Kind, indices, times
 from layerscope.diagnose.causes.closeness import Values, away
 from layerscope.diagnose.causes.orders import described, nearest_order
 
-__all__ = ["confined", "displaced", "in_another_order", "some_scaled", "some_zeroed"]
-
 _SHIFTS = 8
 # A slice is off when its error is this many times what rounding does to it.
 _OFF = 4.0

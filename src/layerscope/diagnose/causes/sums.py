@@ -14,8 +14,6 @@ import torch
 
 from layerscope.diagnose.causes.closeness import coarser, precision
 
-__all__ = ["Lines", "Sums", "as_matrix", "same"]
-
 _PIECE = 1 << 20  # elements in float64 at a time
 
 

@@ -16,8 +16,6 @@ from layerscope.diagnose.causes.closeness import Values, away, precision, wide
 from layerscope.diagnose.causes.grids import Grid, grid_of
 from layerscope.diagnose.causes.parameters import dense, held, parts
 
-__all__ = ["left_out", "on_a_bound", "on_a_grid", "rounded_to", "scaled", "shifted"]
-
 # Floats of eight bits, with the distance between their smallest numbers: near zero they lie on a grid as well.
 _NARROWEST = {torch.float8_e5m2: 2.0**-16, torch.float8_e4m3fn: 2.0**-9}
 _NARROW = (*_NARROWEST, torch.bfloat16, torch.float16)

@@ -17,8 +17,6 @@ from layerscope.diagnose.causes.parameters import dense, held, paired, parts
 from layerscope.diagnose.causes.relations import relation
 from layerscope.diagnose.causes.sums import same
 
-__all__ = ["differing_weights", "quantised_weights"]
-
 
 def differing_weights(case: Case) -> Cause | None:
     """Return how parameters and buffers differ; None where they do not, or no more than a grid makes them."""

@@ -6,7 +6,6 @@ __all__ = [
     "evidence",
     "judging",
     "measuring",
-    "nearness",
     "packed",
     "peers",
     "proof",

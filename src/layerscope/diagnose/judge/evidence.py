@@ -18,8 +18,6 @@ from layerscope.diagnose.judge.rows import Row
 from layerscope.diagnose.replay.passes import Passes
 from layerscope.diagnose.replay.sides import Side, main_dtype
 
-__all__ = ["evident", "is_quantised", "partner_of", "uncalled_in"]
-
 
 def evident(row: Row, passes: Passes) -> Row:
     """Blame a module that is within its floor when its weights or settings are seen to be others.

@@ -18,8 +18,6 @@ import torch
 from layerscope.diagnose.finding import Kind
 from layerscope.diagnose.judge.measuring import Measured, rounding
 
-__all__ = ["LIMITS", "Code", "Judgement", "is_doubtful", "judge", "worse"]
-
 Code = Literal["same", "patched", "other"]
 
 # How many times the floor is too much, by what is known of the two modules' code. The same code gives the same bits;
@@ -69,7 +67,7 @@ def judge(
         return Judgement(kind, because, got.error, base, at, certain)
 
     if not got.shape:
-        return decided("root", "it has another shape", math.inf)
+        return decided("root", "it has another shape" if got.there else "nothing is handed on there", math.inf)
     if got.nonfinite > max((m.nonfinite for m in others), default=0):
         return decided("nonfinite", f"{got.nonfinite} of its {got.count} values are finite in one model only", math.inf)
     if got.equal:
@@ -84,7 +82,7 @@ def judge(
     if got.rounding <= WIDE and got.error < UNITS * torch.finfo(got.dtype).eps:
         return decided("noise", f"off by {got.error:.1e}: sums in another order do that", certain=False)
     if ratio > limit:
-        return decided("root", f"error {_times(ratio)} the {_name(got.dtype)} floor on the same input")
+        return decided("root", f"error {_times(ratio)} the {name_of(got.dtype)} floor on the same input")
     drift = max([0.0, *(abs(m.scale - 1) for m in others)])
     by_chance = 4 * base / math.sqrt(max(got.count, 1))
     # Equal values round the same way: in other code, half a unit may be the factor of all of them.
@@ -96,7 +94,7 @@ def judge(
     tail = max([2 * got.rounding * got.peak, *(m.worst for m in others if math.isfinite(m.worst))])
     if got.worst > WORST * limit / LIMITS["same"] * tail:
         return decided("root", f"its worst value is off {_times(got.worst / tail)} as far as rounding's worst", ratio)
-    return decided("noise", f"error {_times(ratio)} the {_name(got.dtype)} floor", certain=False)
+    return decided("noise", f"error {_times(ratio)} the {name_of(got.dtype)} floor", certain=False)
 
 
 def is_doubtful(got: Measured, *, floor: Measured | None, code: Code, leniency: float = 1.0) -> bool:
@@ -124,7 +122,8 @@ def _times(ratio: float) -> str:
     return f"{ratio:.1f}x" if ratio < 1000 else f"{ratio:.0e}x"
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """Return what people call a dtype."""
     return {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}.get(
         str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch.")
     )

@@ -2,28 +2,22 @@
 
     measured(wanted, got).error
 
-A tensor is read two or three times in float32 (in float64 where it is float64 itself), or once, in float64, on the GPU
-where it lies. Values that stand for minus infinity in a mask are compared as a pattern, since beside them every other
-number would vanish.
+A tensor is read two or three times in float32 (in float64 where it is float64 itself), piece by piece, where it lies.
+Values that stand for minus infinity in a mask are compared as a pattern, since beside them every other number would
+vanish.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from layerscope.compare.streams import elsewhere
-
-if TYPE_CHECKING:
-    from layerscope.diagnose.judge.nearness import Near
-
-__all__ = ["MASKED", "Measured", "bits", "measured", "rounding"]
-
 MASKED = -6e4  # nothing a model computes is that small on purpose, and float16 can still say it
+PIECE = 1 << 22  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +27,8 @@ class Measured:
     `error` is the relative L2 error, `scale` the factor that fits best; `worst` is the largest single error and `peak`
     the largest value that was wanted, both over the root mean square of what was wanted. `changed` is the share of
     elements that differ, for integers; `nonfinite` counts the elements that are finite where the other's are not.
-    `shape` is False when the shapes cannot be compared. `digest` stands for the bits of what was got, in `dtype`;
-    `rounding` is how far off the coarser of the two dtypes is by itself.
+    `shape` is False when the shapes cannot be compared, `there` when nothing was got at all. `digest` stands for the
+    bits of what was got, in `dtype`; `rounding` is how far off the coarser of the two dtypes is by itself.
     """
 
     error: float
@@ -44,6 +38,7 @@ class Measured:
     changed: float = 0.0
     nonfinite: int = 0
     shape: bool = True
+    there: bool = True
     digest: int = 0
     count: int = 0
     dtype: torch.dtype = torch.float32
@@ -55,59 +50,61 @@ class Measured:
         return self.shape and not (self.error or self.changed or self.nonfinite)
 
 
-def measured(wanted: torch.Tensor, got: torch.Tensor) -> Measured:
-    """Measure `got` against `wanted`, on the device where `got` lies."""
+def measured(wanted: torch.Tensor, got: torch.Tensor, *, broadcast: bool = False) -> Measured:
+    """Measure `got` against `wanted`, on the device where `got` lies; `broadcast` lets an axis of one stand for all."""
     count, dtype = got.numel(), got.dtype
     coarse = max(rounding(wanted.dtype), rounding(dtype))
+    other_shape = Measured(math.inf, shape=False, count=count, dtype=dtype, rounding=coarse)
+    wanted, got = wanted.detach().to(got.device), got.detach()
+    found = partial(Measured, digest=bits(got), count=count, dtype=dtype, rounding=coarse)
     if wanted.numel() != count:
-        return Measured(math.inf, shape=False, count=count, dtype=dtype, rounding=coarse)
-    wanted = wanted.detach().reshape(got.shape)
-    got = got.detach()
-    if wanted.device != got.device:
-        wanted = wanted.to(got.device)
-    there = _there(wanted, got)
-    digest = bits(got) if there is None else _digest(there)
-    found = partial(Measured, digest=digest, count=count, dtype=dtype, rounding=coarse)
-    if not count or (wanted.dtype == dtype and (torch.equal(wanted, got) if there is None else not there.differing)):
+        if not (broadcast and _stretches(wanted.shape, got.shape)):
+            return other_shape
+        wanted, got = torch.broadcast_tensors(wanted, got)  # type: ignore[no-untyped-call]
+    wanted = wanted.reshape(got.shape)
+    if not count or (wanted.dtype == dtype and torch.equal(wanted, got)):
         return found(0.0)
     if wanted.is_complex() or got.is_complex():
         wanted, got = (torch.view_as_real(t) if t.is_complex() else t for t in (wanted, got))
         if wanted.shape != got.shape:
-            return Measured(math.inf, shape=False, count=count, dtype=dtype, rounding=coarse)
+            return other_shape
+    size = got.numel()
     if not (wanted.is_floating_point() and got.is_floating_point()):
-        differing = (wanted.to(torch.float64) != got.to(torch.float64)).sum() if there is None else there.differing
-        changed = float(differing) / count
+        changed = sum(int((a.double() != b.double()).sum()) for a, b in _pieces(wanted, got)) / size
         return found(changed, changed=changed)
-    sums = _sums(wanted, got) if there is None else _Sums(*there[:5], there.nonfinite, there.masked)
-    norm, off = math.sqrt(sums.squares), math.sqrt(sums.errors)
-    found = partial(found, changed=sums.masked / count, nonfinite=sums.nonfinite)
-    if not norm:
-        lost = math.inf if off else 0.0
+    sums = [_sums(*pair) for pair in _pieces(wanted, got)]
+    squares, errors, dot, nonfinite, masked = map(sum, zip(*(s[:5] for s in sums), strict=True))
+    worst, peak = (max(s[at] for s in sums) for at in (5, 6))
+    found = partial(found, changed=masked / size, nonfinite=int(nonfinite))
+    if not squares:
+        lost = math.inf if errors else 0.0
         return found(lost, worst=lost)
+    norm = math.sqrt(squares)
     return found(
-        off / norm,
-        scale=1 + sums.dot / (norm * norm),
-        worst=sums.worst / norm * math.sqrt(count),
-        peak=sums.peak / norm * math.sqrt(count),
+        math.sqrt(errors) / norm,
+        scale=1 + dot / squares,
+        worst=worst / norm * math.sqrt(size),
+        peak=peak / norm * math.sqrt(size),
     )
 
 
-class _Sums(NamedTuple):
-    """What is added up: squares of what was wanted, of d, and their product; the largest of d and of what was wanted.
+def _stretches(one: torch.Size, two: torch.Size) -> bool:
+    """Tell whether two shapes differ in axes alone of which one side has a single slice."""
+    return len(one) == len(two) and all(
+        a == b or (1 in (a, b) and 0 not in (a, b)) for a, b in zip(one, two, strict=True)
+    )
 
-    `nonfinite` and `masked` count the elements that are so on one side only.
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Cut flat tensors into pieces, so that wide copies of large ones are never whole."""
+    return zip(*(torch.split(tensor.reshape(-1), PIECE) for tensor in tensors), strict=True)
+
+
+def _sums(wanted: torch.Tensor, got: torch.Tensor) -> tuple[float, ...]:
+    """Sum squares of what was wanted, of d, and their product; count what one side alone has not finite, or masked.
+
+    The last two are the largest of d and of what was wanted.
     """
-
-    squares: float
-    errors: float
-    dot: float
-    worst: float
-    peak: float
-    nonfinite: int
-    masked: int
-
-
-def _sums(wanted: torch.Tensor, got: torch.Tensor) -> _Sums:
     wide = torch.float64 if torch.float64 in (wanted.dtype, got.dtype) else torch.float32
     a, b = wanted.to(wide), got.to(wide)
     nonfinite = masked = 0
@@ -118,26 +115,11 @@ def _sums(wanted: torch.Tensor, got: torch.Tensor) -> _Sums:
         nonfinite, masked = int((fine[0] != fine[1]).sum()), int((masks[0] != masks[1]).sum())
         use = fine[0] & fine[1] & ~masks[0] & ~masks[1]
         a, b = (torch.where(use, t, 0.0) for t in (a, b))
-    flat, d = a.reshape(-1), (b - a).reshape(-1)
+    d = b - a
     # A dot product reads as fast as memory gives; torch's norms take several times as long.
-    sums = [torch.dot(flat, flat), torch.dot(d, d), torch.dot(flat, d), *torch.aminmax(d), *torch.aminmax(flat)]
+    sums = [torch.dot(a, a), torch.dot(d, d), torch.dot(a, d), *torch.aminmax(d), *torch.aminmax(a)]
     squares, errors, dot, *ends = torch.stack(sums).tolist()
-    return _Sums(squares, errors, dot, max(-ends[0], ends[1]), max(-ends[2], ends[3]), nonfinite, masked)
-
-
-def _there(wanted: torch.Tensor, got: torch.Tensor) -> Near | None:
-    """Go through both on the GPU that holds them, where there is one and kernels that take them."""
-    if not got.numel() or not elsewhere(got):
-        return None
-    from layerscope.diagnose.judge import nearness
-
-    if wanted.is_complex() and got.is_complex():
-        wanted, got = (torch.view_as_real(t.resolve_conj()) for t in (wanted, got))
-    return nearness.near(wanted, got, masked=MASKED) if nearness.takes(wanted, got) else None
-
-
-def _digest(there: Near) -> int:
-    return there.words ^ hash(there.rest)
+    return squares, errors, dot, nonfinite, masked, max(-ends[0], ends[1]), max(-ends[2], ends[3])
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -149,14 +131,12 @@ def bits(tensor: torch.Tensor) -> int:
     """Return a number that stands for a tensor's bits and their order."""
     if not tensor.numel():
         return 0
-    there = _there(tensor.detach(), tensor.detach())
-    if there is not None:
-        return _digest(there)
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = octets.numel() // 8 * 8
-    rest = hash(bytes(octets[whole:].tolist()))
-    if not whole:
-        return rest
-    words = octets[:whole].view(torch.int64)
-    odd = torch.arange(1, 2 * words.numel(), 2, device=words.device)
-    return int((words * (odd * 0x9E3779B1)).sum()) ^ rest
+    found = hash(bytes(octets[whole:].tolist()))
+    total = first = 0
+    for (words,) in _pieces(octets[:whole].view(torch.int64)) if whole else ():
+        odd = torch.arange(2 * first + 1, 2 * (first + words.numel()), 2, device=words.device)
+        total += int((words * (odd * 0x9E3779B1)).sum())
+        first += words.numel()
+    return total ^ found

@@ -19,8 +19,6 @@ from layerscope.diagnose.judge.rows import Row
 from layerscope.diagnose.replay.passes import Passes
 from layerscope.models.packed import Unpacked
 
-__all__ = ["packed_weights"]
-
 
 def packed_weights(rows: Sequence[Row], passes: Passes) -> tuple[Packed, ...]:
     """Return the modules whose weights are packed in the candidate and plain in the reference, as they ran."""

@@ -22,8 +22,6 @@ from layerscope.diagnose.judge.evidence import is_quantised
 from layerscope.diagnose.judge.rows import Row
 from layerscope.diagnose.replay.passes import Passes
 
-__all__ = ["Sibling", "common", "quantised", "standing_out"]
-
 LEAST = 6  # siblings that it takes to know what is common
 SHARE = 0.8  # of them that are beyond their floor
 LARGEST = 0.5  # an error of which half the value is left is no quantisation

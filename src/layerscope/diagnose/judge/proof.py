@@ -21,8 +21,6 @@ from layerscope.diagnose.judge.suspects import Suspect, blocks_of
 from layerscope.diagnose.replay.passes import Outputs, Passes
 from layerscope.diagnose.replay.replay import Guidance
 
-__all__ = ["Confirmation", "confirm", "demoted", "ranked"]
-
 MOST = 8  # suspects that are worth two runs each
 VISIBLE = 1.1  # times its floor: a final error below that has nothing to remove
 

@@ -18,8 +18,6 @@ from layerscope.diagnose.replay.module_hooks import Key
 from layerscope.diagnose.replay.passes import Passes, told
 from layerscope.diagnose.replay.replay import Guided, Place
 
-__all__ = ["Row", "code_of", "judged_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Row:

@@ -17,8 +17,6 @@ from layerscope.diagnose.replay.module_hooks import Key
 from layerscope.diagnose.replay.passes import Outputs, Passes
 from layerscope.diagnose.replay.replay import Guidance, Guided, Place
 
-__all__ = ["Look", "look_again"]
-
 MOST = 16  # suspects that are looked at
 
 

@@ -9,7 +9,7 @@ those differ, that one is to blame; where a whole block holds another block's we
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,11 +18,11 @@ from torch import nn
 from layerscope.diagnose.judge.judging import judge
 from layerscope.diagnose.judge.measuring import Measured
 from layerscope.diagnose.judge.rows import Row
+from layerscope.diagnose.replay.module_hooks import Key
 from layerscope.diagnose.replay.passes import Passes
-from layerscope.diagnose.replay.replay import Guidance, Place
+from layerscope.diagnose.replay.replay import Guidance, Guided, Place
 from layerscope.diagnose.replay.sides import Lent, lent_weights
-
-__all__ = ["Suspect", "blocks_of", "suspects_of"]
+from layerscope.points import Leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,20 @@ class Suspect:
     def place(self) -> str:
         """The module whose output can be put right: the suspect, or the one that uses its weights."""
         return self.name if self.swapped is not None else self.row.judged.name
+
+
+def missing_arguments(calls: Iterable[Key], guided: Guided, passes: Passes) -> frozenset[tuple[Key, Leaf]]:
+    """Return where the arguments that these calls lack were dropped: at the outermost call that lacks that value."""
+    return frozenset(_dropped(key, leaf, guided, passes) for key in calls for leaf in guided.missing[key])
+
+
+def _dropped(key: Key, leaf: Leaf, guided: Guided, passes: Passes) -> tuple[Key, Leaf]:
+    call = passes.captured.calls[key]
+    above = passes.captured.calls.get(call.above) if call.above is not None else None
+    for other in guided.missing.get(above.key, ()) if above is not None else ():
+        if above is not None and above.inputs[other] is call.inputs[leaf]:
+            return _dropped(above.key, other, guided, passes)
+    return key, leaf
 
 
 def suspects_of(rows: Sequence[Row], passes: Passes, order: Sequence[Place]) -> list[Suspect]:

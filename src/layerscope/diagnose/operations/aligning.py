@@ -12,8 +12,6 @@ import torch
 
 from layerscope.diagnose.operations.tracing import Called
 
-__all__ = ["aligned"]
-
 _NEAR = 0.05  # norms that are closer are taken for the same result
 
 

@@ -21,8 +21,6 @@ from layerscope.diagnose.operations.operation import Operation
 from layerscope.diagnose.operations.telling import tell_exchanged, tell_extra, tell_gone, tell_numbers, tell_result
 from layerscope.diagnose.operations.tracing import Called
 
-__all__ = ["differences"]
-
 # More operations without a counterpart than a few, and than this share: other code, not to be set against this one.
 _FEW, _OTHER = 8, 0.4
 # Two roundings of the same kind are 1.4 times one of them apart.

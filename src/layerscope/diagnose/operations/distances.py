@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["BLOCKED", "apart", "same_value"]
-
 BLOCKED = -9999.0  # no score is as low: a mask's value, whichever dtype's lowest number it is
 
 

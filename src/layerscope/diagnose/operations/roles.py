@@ -12,8 +12,6 @@ import torch
 from layerscope.diagnose.operations.distances import BLOCKED
 from layerscope.diagnose.operations.tracing import Called
 
-__all__ = ["blocked", "role_of"]
-
 _AHEAD = 10  # operations between a scale and its softmax, an angle and its cosine
 _MASKING = frozenset(
     {"triu", "tril", "masked_fill", "where", "logical_not", "bitwise_not", "bitwise_and", "logical_and"}

@@ -14,8 +14,6 @@ from layerscope.diagnose.operations.operation import Operation
 from layerscope.diagnose.operations.roles import blocked, role_of
 from layerscope.diagnose.operations.tracing import Called
 
-__all__ = ["tell_exchanged", "tell_extra", "tell_gone", "tell_numbers", "tell_result"]
-
 _VERBS = {"mul": "multiplies by", "div": "divides by", "add": "adds", "sub": "subtracts"}
 _SPEAK_FOR_THEMSELVES = ("operation", "transposition", "cast")
 

@@ -15,8 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Called", "traced"]
-
 # They give the same values back: whether they run depends on dtypes and devices, not on what the code says.
 _SILENT = frozenset(
     {"detach", "alias", "lift_fresh", "clone", "contiguous", "_unsafe_view", "expand", "is_same_size", "empty_like"}

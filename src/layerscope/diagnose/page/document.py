@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import cast
 
@@ -44,9 +44,7 @@ from layerscope.report.parts import (
     Tone,
     Value,
 )
-from layerscope.report.writing import many
-
-__all__ = ["TONES", "document"]
+from layerscope.report.writing import many, some
 
 TONES: dict[Kind, Tone] = {
     "same": "good",
@@ -188,14 +186,8 @@ def _not_judged(rows: Sequence[Judged]) -> Iterator[Part]:
             reasons.setdefault(row.because, {})[called(row.name)] = None
     if reasons:
         yield Heading("not judged by themselves")
-        items = tuple(Sentence(f"{_some(names)}: {because}", "warn") for because, names in reasons.items())
+        items = tuple(Sentence(f"{some([*names], NAMED)}: {because}", "warn") for because, names in reasons.items())
         yield Notes("unjudged", items, audience="page")
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = list(names)
-    rest = len(shown) - NAMED
-    return ", ".join(shown) if rest < 2 else ", ".join(shown[:NAMED]) + f" and {rest:,} more"
 
 
 # For machines -----------------------------------------------------------------------------------

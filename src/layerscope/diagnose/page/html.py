@@ -26,8 +26,6 @@ from layerscope.report.parts import (
 )
 from layerscope.report.writing import percent
 
-__all__ = ["curves", "page"]
-
 
 def page(finding: Finding, *, title: str = "diagnosis") -> Document:
     """Build the report; `title` says of which models."""

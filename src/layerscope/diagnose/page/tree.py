@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 from layerscope.diagnose.finding import Judged, Kind, called
 
-__all__ = ["AGREEING", "Line", "lines_of"]
-
 AGREEING: tuple[Kind, ...] = ("same", "noise", "quantised")
 BY_WEIGHT: tuple[Kind, ...] = ("nonfinite", "root", "random", "unplayed", "unpaired", "quantised", "noise", "same")
 SIDE_BY_SIDE = 3  # so many neighbours that agree are one line

@@ -17,8 +17,6 @@ import torch
 
 from layerscope.diagnose.replay.module_hooks import Gradients, Key, Passing
 
-__all__ = ["Backwards"]
-
 
 class _Handed(NamedTuple):
     """An argument: where its gradient is measured, what arrived, the leaf handed in, the reference's gradient."""

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerscope.checks import rows_kept
 from layerscope.diagnose.replay.module_hooks import Frame, Gradients, Key, boundary, reseed, visiting
 from layerscope.points import Leaf
 from layerscope.runtimes.eager import modules_of
 from layerscope.runtimes.values import argument_leaves, leaves, replaced
-
-__all__ = ["Call", "Captured", "Held", "capture"]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,11 +48,36 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Captured:
-    """Every call of one forward, in the order they began; the model's output; the gradients where asked for."""
+    """Every call of one forward, in the order they began; the model's output; the gradients where asked for.
+
+    `tokens` are those that count, (batch, length), where a mask among the inputs hides others: the values of padding
+    mean nothing, and kernels differ in them.
+    """
 
     calls: dict[Key, Call]
     output: Any
     gradients: Gradients | None = None
+    tokens: torch.Tensor | None = None
+
+    def counted(self, wanted: torch.Tensor, got: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what of a pair of values belongs to tokens that count."""
+        rows = self._rows(wanted, got)
+        return (wanted, got) if rows is None else (wanted[rows.to(wanted.device)], got[rows.to(got.device)])
+
+    def padded_alike(self, wanted: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
+        """Return `got` with the values of `wanted` where the tokens are padding."""
+        rows = self._rows(wanted, got)
+        if rows is None:
+            return got
+        made = got.clone()
+        made[~rows.to(got.device)] = wanted[~rows.to(wanted.device)].to(made)
+        return made
+
+    def _rows(self, wanted: torch.Tensor, got: torch.Tensor) -> torch.Tensor | None:
+        if self.tokens is None or wanted.shape != got.shape or wanted.shape == self.tokens.shape:
+            return self.tokens if wanted.shape == got.shape else None
+        rows = rows_kept(self.tokens, tuple(wanted.shape))
+        return None if rows is None else rows.view(wanted.shape[:-1])
 
 
 def capture(

@@ -24,8 +24,6 @@ from torch import nn
 
 from layerscope.points import Leaf
 
-__all__ = ["Frame", "Gradients", "Key", "Passing", "Visitor", "boundary", "reseed", "visiting"]
-
 Key = tuple[str, int]  # a module's name, and which of its calls
 
 

@@ -15,8 +15,6 @@ from layerscope.compare.alignment import Alignment, Seen, align
 from layerscope.compare.rules import Rule
 from layerscope.points import Point
 
-__all__ = ["Pairing", "Part", "pair"]
-
 Cut = tuple[int, int]
 
 

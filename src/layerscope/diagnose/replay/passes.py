@@ -14,20 +14,19 @@ from typing import Any
 
 import torch
 
+from layerscope.checks import mask_of
 from layerscope.compare.rules import Rule
 from layerscope.diagnose.judge.measuring import measured, rounding
 from layerscope.diagnose.replay.capture import Captured, capture
 from layerscope.diagnose.replay.module_hooks import Frame, Key, reseed, visiting
 from layerscope.diagnose.replay.pairing import Pairing, Part, pair
 from layerscope.diagnose.replay.replay import Guidance, Guided, Nudge, Place, cast, guide
-from layerscope.diagnose.replay.sides import LOWERED, Casting, Side, cast_weights, castings, main_dtype
+from layerscope.diagnose.replay.sides import LOWERED, Casting, Side, cast_weights, casting_of, castings, main_dtype
 from layerscope.errors import BadModel, LayerscopeError
 from layerscope.points import Leaf
 from layerscope.runtimes.eager import compiled_parts
 from layerscope.runtimes.state import RandomState
 from layerscope.runtimes.values import leaves, replaced
-
-__all__ = ["Outputs", "Passes", "told"]
 
 SEED = 20_261_115
 _RETRIES = 8  # modules that may be left out of the guidance because they cannot be run on another's values
@@ -77,16 +76,21 @@ class Passes:
         shapes, output, raised = _shapes(theirs)
         drew = random.moved()
         restore()
+        tokens = mask_of(ours.inputs.kwargs)
         seed = SEED if drawn or drew else None
         if drawn:
             captured = capturing(seed=seed)
             restore()
+        captured.tokens = tokens
         gave = {
             name: next((tuple(held.tensor.shape) for held in call.outputs.values()), None)
             for (name, number), call in captured.calls.items()
             if number == 0
         }
         passes = cls(ours, theirs, restore, captured, pair(gave, shapes, rules=rules), seed, drew, raised)
+        if tokens is not None:
+            hidden = f"{int((~tokens).sum()):,} of {tokens.numel():,}"
+            passes.notes.append(f"a mask among the inputs hides {hidden} tokens: they are padding, and are not judged.")
         default = main_dtype(theirs.model)
         passes.castings = castings(ours.modules, theirs.modules, names=passes.pairing.names, default=default)
         if raised is None:
@@ -100,7 +104,8 @@ class Passes:
         """Run the candidate on the reference's values; a module that cannot be is left to the one around it."""
         for _ in range(_RETRIES):
             guided = self._guide(self.theirs, self.pairing.candidate, guidance)
-            if guided.raised is None or self.raised is not None or not guided.at or not guided.at[0]:
+            tried = guidance is not None and guidance.supplied
+            if guided.raised is None or tried or self.raised is not None or not guided.at or not guided.at[0]:
                 break
             self._leave_out(guided.at[0], guided.raised)
         return guided
@@ -117,13 +122,15 @@ class Passes:
 
     # Unguided
 
-    def final(self, side: Side, outputs: Outputs | None = None, *, as_theirs: bool = False) -> float | None:
+    def final(
+        self, side: Side, outputs: Outputs | None = None, *, run: Callable[[], Any] | None = None
+    ) -> float | None:
         """Run a model with the outputs of some calls replaced and return its final error; None where it raises.
 
         `outputs` go by the reference's names, whichever model it is.
         """
         outputs = outputs or {}
-        run = self.run_as_theirs if as_theirs else side.run
+        run = run or side.run
         partners = self.pairing.candidate if side is self.theirs else self.pairing.reference
         names = {own: parts[0].reference for own, parts in partners.items()}
         wanted = {key[0] for key in outputs}
@@ -140,10 +147,11 @@ class Passes:
             self.restore()
         return self.error_of(output)
 
-    def final_floor(self) -> float | None:
-        """Return how far off the reference is at its end when it runs in the candidate's dtypes."""
-        with cast_weights(self.castings):
-            return self.final(self.ours, as_theirs=True)
+    def final_floor(self, dtype: torch.dtype | None = None) -> float | None:
+        """Return how far off the reference is at its end in the candidate's dtypes, or all in one dtype."""
+        run = self.run_as_theirs if dtype is None else partial(self.ours.run, dtype=dtype)
+        with cast_weights(self.castings if dtype is None else casting_of(self.ours.modules, dtype)):
+            return self.final(self.ours, run=run)
 
     def error_of(self, output: Any) -> float | None:
         """Return the relative L2 error of a model's output: of its worst floating-point tensor.
@@ -152,7 +160,7 @@ class Passes:
         """
         theirs = dict(leaves(output))
         measures = [
-            measured(wanted, theirs[leaf])
+            measured(*self.captured.counted(wanted, theirs[leaf]))
             for leaf, wanted in leaves(self.captured.output)
             if wanted.is_floating_point() and leaf in theirs and wanted.numel() == theirs[leaf].numel()
         ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,8 +28,6 @@ from layerscope.diagnose.replay.module_hooks import Frame, Key, reseed, visiting
 from layerscope.diagnose.replay.pairing import Part
 from layerscope.points import Leaf, leaf_text
 from layerscope.runtimes.values import argument_leaves, leaves, replaced
-
-__all__ = ["Guidance", "Guided", "Nudge", "Place", "cast", "guide"]
 
 
 class Place(NamedTuple):
@@ -62,12 +61,14 @@ class Place(NamedTuple):
 class Guided:
     """What one guided forward showed: the measure of every place, and what was to be kept.
 
-    `outputs` are those of the calls that ran on their own.
+    `outputs` are those of the calls that ran on their own, `missing` the arguments that the reference's code handed to
+    a call and this model's did not.
     """
 
     measured: dict[Place, Measured] = field(default_factory=dict)
     kept: dict[Place, torch.Tensor] = field(default_factory=dict)
     outputs: dict[Key, dict[Leaf, torch.Tensor]] = field(default_factory=dict)
+    missing: dict[Key, list[Leaf]] = field(default_factory=dict)
     raised: BaseException | None = None
     at: Key | None = None  # where it was raised
     entered: set[Key] = field(default_factory=set)
@@ -83,8 +84,8 @@ class Guidance:
     whose value is kept. `again` hands values on with a change of one unit in the last place, drawn from that seed, one
     in `every`. `only` are the places worth measuring. `known` are the measures of another model: a value with the same
     bits has the same measure, and one with others is kept. `seed` is set anew at every call. `trace` is the call whose
-    own code is logged, operation by operation. `until` are the calls after which nothing is left to be seen: the run
-    ends there.
+    own code is logged, operation by operation. `supplied` are missing arguments to hand to calls all the same. `until`
+    are the calls after which nothing is left to be seen: the run ends there.
     """
 
     whole: Collection[str] = ()
@@ -95,6 +96,7 @@ class Guidance:
     seed: int | None = None
     keep: Collection[Place] = ()
     trace: Key | None = None
+    supplied: Collection[tuple[Key, Leaf]] = ()
     until: Collection[Key] = ()
 
 
@@ -110,15 +112,18 @@ def guide(
 ) -> Guided:
     """Run a model once, guided by what was captured; what it raises is kept, with the call it came from."""
     guiding = _Guiding(captured, partners, guidance or Guidance())
+
+    def until_enough() -> None:
+        with suppress(_Enough):
+            run()
+
     with visiting({name: modules[name] for name in partners}, guiding) as under_way:
         guiding.under_way = under_way
         try:
             if guiding.guidance.trace is None:
-                run()
+                until_enough()
             else:
-                guiding.result.traced = traced(run, inside=guiding.is_traced)
-        except _Enough:
-            pass
+                guiding.result.traced = traced(until_enough, inside=guiding.is_traced)
         except Exception as error:
             guiding.result.raised = error
             guiding.result.at = guiding.key(under_way[-1]) if under_way else None
@@ -197,7 +202,24 @@ class _Guiding:
             back = Place(key, None, ("input", *pairs[leaf]), gradient=True)
             return self.backwards.hand(frame.key, passing, own, value, place=back)
 
-        return replaced(args, put), replaced(kwargs, put)
+        args, kwargs = replaced(args, put), replaced(kwargs, put)
+        missing = [leaf for leaf in call.inputs if leaf not in pairs.values() and _is_none(leaf, args, kwargs)]
+        if missing:
+            self.result.missing[key] = missing
+        like = next((t for _, t in argument_leaves(args, kwargs) if t.is_floating_point()), None)
+        for leaf in missing:
+            if like is None or (key, leaf) not in self.guidance.supplied:
+                continue
+            place, value = Place(owner, key, leaf), call.inputs[leaf].tensor
+            self.result.measured[place] = Measured(math.inf, shape=False, there=False, dtype=value.dtype)
+            value = value.to(like.device)
+            value = cast(value, like=value.to(like.dtype) if value.is_floating_point() else value)
+            at = leaf[0]
+            if isinstance(at, int):
+                args = (*args[:at], value, *args[at + 1 :])
+            else:
+                kwargs = {**kwargs, at: value}
+        return args, kwargs
 
     def left(self, frame: Frame, value: Any) -> Any:
         key = self.key(frame)
@@ -244,15 +266,27 @@ class _Guiding:
             self.result.kept[place] = got.detach().clone()
         if self.guidance.only is not None and place not in self.guidance.only:
             return
-        known = self.guidance.known.get(place)
+        known, whole = self.guidance.known.get(place), got
+        wanted, got = self.captured.counted(wanted, got)
         with torch.no_grad():
             if known is not None and known.dtype == got.dtype and known.digest == bits(got):
                 self.result.measured[place] = known
                 return
-            self.result.measured[place] = measured(wanted, got)
-            if known is not None and got.nbytes <= self.spare:
-                self.spare -= got.nbytes
-                self.result.kept[place] = got.detach().clone()
+            # The model's own output is its user's; what passes inside may broadcast.
+            self.result.measured[place] = measured(
+                wanted, got, broadcast=place.into is not None or bool(place.owner[0])
+            )
+            if known is not None and whole.nbytes <= self.spare:
+                self.spare -= whole.nbytes
+                self.result.kept[place] = whole.detach().clone()
+
+
+def _is_none(leaf: Leaf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether an argument is None, or was not given."""
+    if len(leaf) != 1:
+        return False
+    at = leaf[0]
+    return kwargs.get(at) is None if isinstance(at, str) else at < len(args) and args[at] is None
 
 
 def paired(own: Iterable[tuple[Leaf, torch.Tensor]], reference: Mapping[Leaf, Held]) -> dict[Leaf, Leaf]:

@@ -23,8 +23,6 @@ from layerscope.models.inputs import Inputs
 from layerscope.runtimes.eager import Modules, modules_of
 from layerscope.runtimes.values import leaves, replaced
 
-__all__ = ["LOSS_SCALE", "LOWERED", "Lent", "Side", "cast_weights", "castings", "lent_weights", "loss_of", "main_dtype"]
-
 
 @dataclass(frozen=True, slots=True)
 class Side:
@@ -152,6 +150,11 @@ def castings(
                 if dtype is not None and dtype != tensor.dtype:
                     found.append(Casting(module, key, tensor, dtype))
     return found
+
+
+def casting_of(model: Modules, dtype: torch.dtype) -> list[Casting]:
+    """Return every floating parameter and buffer of a model, to be cast to one dtype."""
+    return castings(model, Modules({}, {}), names={}, default=dtype)
 
 
 @contextmanager

@@ -73,7 +73,7 @@
     scrollTo(0, kept.y);
   };
 
-  let busy = false, again = false;
+  let busy = false, again = false, seen = document.body.dataset.seen;
   const refresh = async () => {
     if (busy) { again = true; return; }
     busy = true;
@@ -88,6 +88,7 @@
         layerscope.start(document.getElementById("data"), document);
         pick();
         restore(kept);
+        seen = page.body.dataset.seen;
         document.body.dataset.refreshed = String(Number(document.body.dataset.refreshed || 0) + 1);
       } else tell("this page is no longer there");
     } catch (error) {
@@ -99,11 +100,9 @@
 
   pick();
   const events = new EventSource(path);
-  let seen = null;
   events.addEventListener("message", (event) => {
     tell("");
-    if (seen !== null && event.data !== seen) refresh();
-    seen = event.data;
+    if (event.data !== seen) refresh();
   });
   events.addEventListener("error", () => tell("the server does not answer; this is what it said last"));
 })();

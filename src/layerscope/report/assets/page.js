@@ -3,6 +3,7 @@
 // Text goes in by textContent alone; nothing is fetched.
 const layerscope = (() => {
   const MARGIN = 20;
+  const OPEN = 24; // a tree of more rows, some of them bad, begins with what is in order closed
   let data = { figures: [], tables: [] };
   const make = (tag, text, ...classes) => {
     const node = document.createElement(tag);
@@ -34,6 +35,11 @@ const layerscope = (() => {
       text: full.map(([text]) => text).join(" ").toLowerCase(),
     };
   };
+  const hang = (row) => { // between what sets a name in and the name
+    const cell = row.tr.cells[0], at = cell.firstChild.textContent.search(/[^\u2003]/);
+    cell.insertBefore(row.twig, at > 0 && cell.firstChild.nodeType === Node.TEXT_NODE ? cell.firstChild.splitText(at) : at ? cell.firstChild.nextSibling : cell.firstChild);
+  };
+  const troubled = (row) => (row.tr ? Boolean(row.tr.querySelector(".bad")) : row.full.some((cell) => cell[2] === "bad"));
   const element = (row) => {
     if (row.tr) return row.tr;
     row.tr = make("tr");
@@ -59,7 +65,7 @@ const layerscope = (() => {
       else td.textContent = "\u2003\u2003".repeat(row.depth || 0) + text;
       row.tr.append(td);
     });
-    if (row.twig) row.tr.cells[0].append(" ", row.twig);
+    if (row.twig) hang(row);
     return row.tr;
   };
 
@@ -118,7 +124,8 @@ const layerscope = (() => {
           return true;
         });
       }
-      count.textContent = asked ? `${shown.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")} rows` : `${rows.length.toLocaleString("en")} rows`;
+      const all = `${rows.length.toLocaleString("en")} rows`;
+      count.textContent = shown.length < rows.length ? `${shown.length.toLocaleString("en")} of ${all}` : all;
       box.scrollTop = 0;
       draw(true);
     };
@@ -148,25 +155,31 @@ const layerscope = (() => {
       count.textContent = `${rows.length.toLocaleString("en")} rows`;
     }
     if (tree) {
+      const folds = rows.length > OPEN && rows.some(troubled);
       rows.forEach((row, at) => {
         if (row.depth === null || !(rows[at + 1] && rows[at + 1].depth > row.depth)) return;
         const twig = make("button", "\u25be", "twig");
         twig.type = "button";
         twig.setAttribute("aria-expanded", "true");
         twig.setAttribute("aria-label", `what is inside ${row.tr ? row.tr.cells[0].textContent.trim() : row.full[0][0]}`);
-        twig.addEventListener("click", () => {
+        row.twig = twig;
+        const fold = () => {
           closed.has(row) ? closed.delete(row) : closed.add(row);
           twig.textContent = closed.has(row) ? "\u25b8" : "\u25be";
           twig.setAttribute("aria-expanded", String(!closed.has(row)));
+        };
+        twig.addEventListener("click", () => {
+          fold();
           const at = box.scrollTop;
           choose();
           box.scrollTop = at;
           draw(true);
           twig.focus();
         });
-        row.twig = twig;
-        if (row.tr) row.tr.cells[0].append(" ", twig);
+        if (row.tr) hang(row);
+        if (folds && !troubled(row)) fold();
       });
+      if (closed.size) choose();
     }
     if (given) {
       box.classList.add("window");

@@ -207,3 +207,23 @@ def test_the_two_modules_are_left_as_they_were(planted):
     after = [tensor for module in (case.reference, case.candidate) for tensor in module.state_dict().values()]
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+def integers(got, wanted, **known):
+    return Case("m", nn.Identity(), nn.Identity(), wanted=torch.tensor(wanted), got=torch.tensor(got), **known)
+
+
+def test_integers_show_their_first_differing_values_and_a_common_step():
+    cause = cause_of(integers([[0, 1, 3, 4, 5, 6, 7]], [[0, 1, 2, 3, 4, 5, 6]]))
+    assert cause.because == (
+        "its output is 3, 4, 5 and 6 where the reference's is 2, 3, 4 and 5, from [0, 2] on: 5 of 7 differ, all by +1"
+    )
+    assert cause.evidence["values"] == ([2, 3, 4, 5], [3, 4, 5, 6])
+    assert "all by" not in cause_of(integers([1, 5], [2, 3])).because
+    assert cause_of(integers([1, 5], [1, 5])).kind == "unknown"
+
+
+def test_integers_that_an_operation_makes_are_told_with_it():
+    made = Operation("arange", "operation", "its arange has start 1 where the reference has 0", None, None, 0)
+    cause = cause_of(integers([1, 2], [0, 1], operations=(made,)))
+    assert cause.because.endswith("all by +1; its arange has start 1 where the reference has 0")

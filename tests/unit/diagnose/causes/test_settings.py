@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
+import torch
 from torch import nn
 
 from layerscope.diagnose.causes import Case
-from layerscope.diagnose.causes.settings import differing_configuration, differing_settings
+from layerscope.diagnose.causes.settings import differing_configuration, differing_settings, other_class, other_function
 
 
 def case(one, two, **known):
@@ -79,3 +81,53 @@ def test_a_module_that_ran_by_itself_answers_for_itself():
     one, two = nn.Sequential(nn.LayerNorm(8, eps=1e-6)), nn.Sequential(nn.LayerNorm(8, eps=1e-3))
     assert differing_settings(case(one, two, uncalled=())) is None
     assert differing_settings(case(one, two, uncalled=("0",))).evidence["setting"] == "0.eps"
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "apart"),
+    [
+        (nn.ReLU(), nn.LeakyReLU(0.25), 2.0),  # at -8
+        (nn.Tanh(), nn.Hardtanh(), 1 - math.tanh(1)),
+        (nn.Identity(), nn.ReLU(), 8.0),
+    ],
+)
+def test_two_functions_are_held_against_each_other(one, two, apart):
+    cause = other_function(case(one, two))
+    assert cause.kind == "operation"
+    assert f"it is {type(two).__name__}" in cause.because
+    assert cause.evidence["apart"] == pytest.approx(apart, rel=1e-2)
+
+
+class Alike(nn.Module):
+    def forward(self, x):
+        return x.clamp(min=0)
+
+
+class Across(nn.Module):
+    def forward(self, x):
+        return x - x.mean()
+
+
+def test_the_same_function_under_another_name_is_no_cause():
+    assert other_function(case(nn.ReLU(), Alike())) is None
+
+
+def test_what_is_no_function_of_one_number_is_only_named():
+    for one, two in ((nn.Softmax(-1), nn.Tanh()), (nn.Linear(3, 3), nn.Bilinear(3, 3, 3)), (nn.Tanh(), Across())):
+        assert other_function(case(one, two)) is None
+        cause = other_class(case(one, two))
+        assert cause.kind == "unknown"
+        assert type(two).__name__ in cause.because
+
+
+def test_a_subclass_is_no_other_class():
+    class Mine(nn.Linear):
+        """A port of it."""
+
+    assert other_class(case(nn.Linear(3, 3), Mine(3, 3))) is None
+
+
+def test_random_numbers_are_not_drawn_to_learn_what_a_class_does():
+    before = torch.random.get_rng_state()
+    other_function(case(nn.Identity().train(), nn.Dropout(0.5)))
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from layerscope.diagnose.judge import measuring
 from layerscope.diagnose.judge.measuring import bits, measured
 
 
@@ -28,6 +29,36 @@ def test_the_numbers_are_those_of_numpy_in_float64(dtype):
     assert found.worst == pytest.approx(abs(d).max() / rms, rel=1e-5)
     assert found.peak == pytest.approx(abs(r).max() / rms, rel=1e-5)
     assert (found.count, found.dtype, found.shape, found.nonfinite, found.changed) == (r.size, dtype, True, 0, 0.0)
+
+
+def test_a_tensor_that_is_read_piece_by_piece_has_the_numbers_of_the_whole(monkeypatch):
+    wanted = drawn(41, 7)
+    got = wanted * 1.02 + 0.01 * drawn(41, 7, seed=1)
+    wanted[3], got[5], got[20] = -1e9, -math.inf, math.nan
+    digest = bits(got)
+    monkeypatch.setattr(measuring, "PIECE", 10)
+    found = measured(wanted, got)
+    r, c = (np.delete(side.double().numpy(), [3, 5, 20], axis=0) for side in (wanted, got))
+    d, rms = c - r, math.sqrt((r * r).sum() / wanted.numel())
+    assert found.error == pytest.approx(np.linalg.norm(d) / np.linalg.norm(r), rel=1e-5)
+    assert found.scale == pytest.approx((r * c).sum() / (r * r).sum(), rel=1e-6)
+    assert found.worst == pytest.approx(abs(d).max() / rms, rel=1e-5)
+    assert found.peak == pytest.approx(abs(r).max() / rms, rel=1e-5)
+    assert (found.nonfinite, found.changed) == (7, 14 / 287)
+    assert found.digest == digest != bits(got + 1)
+
+
+def test_an_axis_of_one_stands_for_all_where_that_is_asked_for():
+    one, many = torch.arange(18)[None], torch.arange(18).expand(2, 18)
+    assert measured(one, many, broadcast=True).equal
+    assert measured(many, one, broadcast=True).equal
+    assert measured(one, many + 1, broadcast=True).changed == 1.0
+    assert not measured(one, many).shape
+
+
+@pytest.mark.parametrize("shape", [(2, 10), (0, 18), (1, 2, 18)])
+def test_other_shapes_do_not_stretch(shape):
+    assert not measured(torch.arange(18)[None], torch.zeros(shape, dtype=torch.int64), broadcast=True).shape
 
 
 def test_equal_values_are_equal_and_need_no_numbers():

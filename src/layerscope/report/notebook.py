@@ -1,0 +1,51 @@
+"""How far long work is, in a notebook: a bar under the cell, which goes when the work is done.
+
+with progress("comparing") as tell:         # outside a notebook, `tell` says nothing
+    tell("model.layers.3", 4, 24)
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import escape
+from typing import Any
+
+from layerscope.report.writing import printable
+
+__all__ = ["progress"]
+
+PATIENCE = 0.5  # seconds without a bar: work that is over by then needs none
+EVERY = 0.1  # seconds between two messages to the browser
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show how far the block is, as it tells: what it works on, how much is done, of how much (0: nobody knows)."""
+    if "ipykernel" not in sys.modules:  # a terminal has the commands' bars
+        yield lambda now, done, of: None
+        return
+    ipython: Any = importlib.import_module("IPython.display")
+    shown: Any = None
+    due = time.monotonic() + PATIENCE
+
+    def tell(now: str, done: int, of: int) -> None:
+        nonlocal shown, due
+        if time.monotonic() < due:
+            return
+        due = time.monotonic() + EVERY
+        share = f' value="{done}" max="{of}"' if of else ""
+        bar = ipython.HTML(f"<label>{escape(printable(f'{what} {now}'))} <progress{share}></progress></label>")
+        if shown is None:
+            shown = ipython.display(bar, display_id=True)
+        else:
+            shown.update(bar)
+
+    try:
+        yield tell
+    finally:
+        if shown is not None:
+            shown.update(ipython.HTML(""))
