@@ -242,13 +242,13 @@ def laps_of(model: Any, case: Case, failures: dict[str, str], *, naive: bool) ->
 
     def recorded(name: str, wanted: Recorded) -> Lap:
         def run(turns: int, later: int) -> Seconds:
-            with ls.record(models[0], wanted.taps, weights=False, **wanted.options) as rec:
+            with ls.record(models[0], wanted.taps, **wanted.options, options=ls.RecordOptions(weights=False)) as rec:
                 # Page-locked memory is released per step where a few of them would fill it.
                 large = "keep" not in wanted.options and case.shape[0] * case.shape[1] > 512
                 release = partial(rec.take, leave=1) if large else lambda: None
                 of_all = wanted.taps is EVERYTHING and "when" not in wanted.options
                 taken = lap(turns, later, release, warm_up=case.warm_up_of_all if of_all else case.warm_up)
-                rec._pending.clear()  # nobody reads them
+                rec._sink.pending.records.clear()  # nobody reads them
             if reason := lost(rec, due="when" not in wanted.options):
                 failures[name] = reason
             return taken

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerscope as ls
-from layerscope.recorder.lanes import lane_of
+from layerscope.recorder.gpu.transfer import transfer_of
 
 LAYERS = "model.layers.*"
 EVERYTHING = ["**:input", "**:output", ".:output"]
@@ -110,7 +110,9 @@ def synchronisations(options: dict[str, Any], *, train: bool) -> str:
     step, model = small_step(train=train)
     step()
     plain = counted(step)
-    with ls.record(model, WITH_GRADIENTS if train else EVERYTHING, weights=False, **options) as rec:
+    with ls.record(
+        model, WITH_GRADIENTS if train else EVERYTHING, **options, options=ls.RecordOptions(weights=False)
+    ) as rec:
         recorded = counted(step)
     assert rec.completeness.records > 0, "nothing was recorded"
     assert not rec.completeness.dropped, lost(rec)
@@ -214,7 +216,7 @@ def a_thousand_steps(*, rows: int, in_place: bool, steps: int = 1000) -> str:
         return number
 
     with hooks_on(model.layers, lambda module, args, out: cloned.append(out.clone())), torch.no_grad():
-        with ls.record(model, "layers.*", weights=False) as rec:
+        with ls.record(model, "layers.*", options=ls.RecordOptions(weights=False)) as rec:
             for step in range(steps):
                 if step % 10 == 5:
                     torch.cuda._sleep(BUSY)
@@ -242,7 +244,7 @@ def training_bits(options: dict[str, Any]) -> str:
 
     plain, again = results(nullcontext()), results(nullcontext())
     assert not (others := differing(plain, again)), f"plain steps differ from each other: {others}"
-    recording = ls.record(model, WITH_GRADIENTS, weights=False, **options)
+    recording = ls.record(model, WITH_GRADIENTS, **options, options=ls.RecordOptions(weights=False))
     recorded = results(recording)
     assert recording.completeness.records > 0, "nothing was recorded"
     assert not (others := differing(plain, recorded)), f"{len(others)} differ: {others[:5]}"
@@ -276,7 +278,7 @@ def device_memory(model: Any, taps: Any, options: dict[str, Any], shape: tuple[i
     """Summaries of a prefill take little of the device, from the first step on, and where small tensors are held."""
     step, steps = prefill(model, shape=shape), 3 if shape[0] > 1 else 20
     plain = peak(step, steps=steps)
-    with ls.record(model, taps, keep="summary", weights=False, **options) as rec:
+    with ls.record(model, taps, keep="summary", **options, options=ls.RecordOptions(weights=False)) as rec:
         most = peak(step, steps=steps)
     assert not lost(rec), lost(rec)
     said = f"{(most - plain) / 1e6:.1f} MB over the {plain / 1e6:.0f} MB of the plain run"
@@ -299,7 +301,7 @@ def host_memory(model: Any, *, steps: int = 30) -> str:
     """Full tensors of prefill after prefill, released per step, stay within the page-locked ring."""
     step = prefill(model)
     most = early = 0
-    with ls.record(model, LAYERS, weights=False) as rec:
+    with ls.record(model, LAYERS, options=ls.RecordOptions(weights=False)) as rec:
         for number in range(steps):
             step()
             rec.take(leave=1)
@@ -316,7 +318,7 @@ def host_memory(model: Any, *, steps: int = 30) -> str:
 
 def locked() -> int:
     """Return how many bytes are page-locked for copies of the current device."""
-    pinned = lane_of(torch.device("cuda", torch.cuda.current_device())).pinned
+    pinned = transfer_of(torch.device("cuda", torch.cuda.current_device())).pinned
     return 0 if pinned is None else pinned.total
 
 

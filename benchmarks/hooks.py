@@ -16,10 +16,11 @@ from torch import nn
 
 import layerscope as ls
 from benchmarks.timing import machine
+from layerscope.recorder.capture import Capture, Taken
 from layerscope.recorder.recording import Recording
-from layerscope.recorder.taking import Taking
 
 MODULES = 300
+UNWEIGHED = ls.RecordOptions(weights=False)
 ROUNDS = 400
 SIDES = {"output": "m.*:output", "input and output": ["m.*:input", "m.*:output"]}
 
@@ -59,17 +60,19 @@ def hooked(model, *, both):
 
 @contextmanager
 def recorded(model, taps, *, taken=True, **options):
-    def nothing(taking, look, tensor, wish):
-        look.summary, look.level = nothing, wish.level
+    def nothing(capture, shared, tensor, want):
+        return Taken(summary=nothing)
 
     with (
-        ls.record(model, taps, keep="summary", statistics="moments", weights=False, **options) as rec,
+        ls.record(
+            model, taps, keep="summary", statistics="moments", **options, options=ls.RecordOptions(weights=False)
+        ) as rec,
         ExitStack() as s,
     ):
         if not taken:
-            s.enter_context(patch.object(Taking, "_take", nothing))
+            s.enter_context(patch.object(Capture, "take", nothing))
         yield rec
-        rec._pending.clear()
+        rec._sink.pending.records.clear()
 
 
 def main() -> None:
@@ -92,7 +95,7 @@ def main() -> None:
             model(x)
             best[name] = min(best[name], time.perf_counter() - began)
             if isinstance(rec, Recording):
-                rec._pending.clear()
+                rec._sink.pending.records.clear()
 
     with torch.no_grad():
         for _ in range(ROUNDS // 20):

@@ -61,8 +61,8 @@ def summarising(x: torch.Tensor, level: Any) -> float:
     slots = Slots(x.device, level, torch.cuda.current_stream().cuda_stream)
     start = slots.starting(x.dtype)
     took = seconds(lambda: start(0, x.data_ptr(), x.numel()))
-    sheet = slots.sheet(1)
-    slots.gather(sheet)
+    buffer = slots.buffer(1)
+    slots.gather(buffer)
     torch.cuda.synchronize()
     return took
 

@@ -70,7 +70,7 @@ def main() -> None:
 
         def run():
             to = folder / str(next(runs)) if disk else None
-            with ls.record(model, taps, to=to, weights=False, **options) as rec:
+            with ls.record(model, taps, to=to, **options, options=ls.RecordOptions(weights=False)) as rec:
                 watch = stopwatch()
                 plain()
                 rec.flush()

@@ -25,6 +25,7 @@ _HOME = {
     "Monitor": "monitor",
     "MonitoredTrainer": "monitor",
     "Point": "points",
+    "RecordOptions": "recorder",
     "Recording": "recorder",
     "Run": "store",
     "Schedule": "schedules",
@@ -62,6 +63,7 @@ __all__ = [
     "Monitor",
     "MonitoredTrainer",
     "Point",
+    "RecordOptions",
     "Recording",
     "Run",
     "Schedule",
@@ -99,7 +101,7 @@ if TYPE_CHECKING:
     from layerscope.modes import mode
     from layerscope.monitor import Monitor, MonitoredTrainer, watch
     from layerscope.points import Moment, Point
-    from layerscope.recorder import Recording, Tap, record
+    from layerscope.recorder import Recording, RecordOptions, Tap, record
     from layerscope.schedules import Schedule, batches, epochs, every, first, steps, when
     from layerscope.stats import Summary, summarize
     from layerscope.store import Run, convert, open_run, recover

@@ -122,9 +122,9 @@ def _recorded(model: Any, inputs: Any, taps: Any, keep: Any, *, to: Path | None 
     import torch
 
     from layerscope.errors import Incomplete
-    from layerscope.recorder import record
+    from layerscope.recorder import RecordOptions, record
 
-    with torch.no_grad(), record(model, taps, to=to, keep=keep, weights=True) as recording:
+    with torch.no_grad(), record(model, taps, to=to, keep=keep, options=RecordOptions(weights=True)) as recording:
         if isinstance(inputs, Mapping):
             recording.model(**inputs)
         else:

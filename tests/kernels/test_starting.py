@@ -18,8 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.laws import assert_like_the_cpu, values
-from layerscope.recorder import cargo, devices, lanes
-from layerscope.recorder.taps import Wish
+from layerscope.recorder.gpu import batches
+from layerscope.recorder.gpu import statistics as device_statistics
+from layerscope.recorder.gpu import transfer as transfers
+from layerscope.recorder.taps import Want
 from layerscope.stats import summarize
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here to test with")
@@ -28,7 +30,7 @@ PLACE = -1  # what torch calls the host
 
 
 class Host:
-    """A lane to nowhere: what is sent has arrived."""
+    """A transfer to nowhere: what is sent has arrived."""
 
     place = PLACE
 
@@ -39,23 +41,23 @@ class Host:
         chunk = np.zeros(size, np.uint8)
         return (chunk, 0, chunk.ctypes.data) if self.rooms else None
 
-    def send(self, cargo):
-        cargo.unload()
-        cargo.finish()
+    def send(self, batch):
+        batch.unload()
+        batch.finish()
 
 
 @pytest.fixture
 def host(monkeypatch):
     host = Host()
-    for module in (lanes, devices):
+    for module in (transfers, device_statistics):
         monkeypatch.setattr(module, "current_stream", lambda place: 0)
-    for module in (lanes, devices):
+    for module in (transfers, device_statistics):
         monkeypatch.setattr(module, "is_capturing", lambda: False)
-    monkeypatch.setattr(lanes, "is_alone", lambda: True)
-    monkeypatch.setattr(devices, "lane_of", lambda where: host)
-    monkeypatch.setattr(devices, "_why_not", lambda: "")
+    monkeypatch.setattr(transfers, "is_alone", lambda: True)
+    monkeypatch.setattr(device_statistics, "transfer_of", lambda where: host)
+    monkeypatch.setattr(device_statistics, "_why_not", lambda: "")
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
-    monkeypatch.setattr(cargo, "Event", lambda: event)
+    monkeypatch.setattr(batches, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: None)
     monkeypatch.setattr(torch.cuda, "device", lambda where: nullcontext())
     return host
@@ -63,26 +65,26 @@ def host(monkeypatch):
 
 def statistics_of(*first, level):
     """Statistics that have seen a tensor of each kind, and so know where to take the next."""
-    statistics = devices.Statistics()
+    statistics = device_statistics.DeviceStatistics()
     for tensor in first:
         assert_like_the_cpu(statistics._anyhow(tensor, level)(), tensor, level=level)
-    for desk in statistics._desks.values():
-        desk.place = PLACE
-        desk.key = (PLACE, *desk.key[1:])
-    statistics._desks = {desk.key: desk for desk in statistics._desks.values()}
+    for queue in statistics._queues.values():
+        queue.place = PLACE
+        queue.key = (PLACE, *queue.key[1:])
+    statistics._queues = {queue.key: queue for queue in statistics._queues.values()}
     return statistics
 
 
 def staged(tensors, level, axis=None):
     """Tensors as they lie in a staging buffer."""
-    wish = Wish(summary=True, level=level, axis=axis)
+    want = Want(summary=True, level=level, axis=axis)
     return [
         SimpleNamespace(
             address=x.data_ptr(),
             device=SimpleNamespace(index=PLACE),
             dtype=x.dtype,
             shape=x.shape,
-            wish=wish,
+            want=want,
             values=x,
             later=None,
         )
@@ -113,7 +115,7 @@ def test_tensors_are_started_one_by_one_and_together_and_give_the_numbers_of_the
 def test_channels_of_many_tensors_are_counted_together_and_each_gets_its_own(host, axis):
     tensors = [values(dtype, 9 * n).view(9, n) for dtype in (torch.bfloat16, torch.int32) for n in (3, 40, 200)]
     statistics = statistics_of(tensors[0], tensors[3], level="full")
-    launches, start = [], devices.Statistics._channels.fget(statistics).start
+    launches, start = [], device_statistics.DeviceStatistics._channels.fget(statistics).start
     statistics._launches.start = lambda dtype, laid: launches.append(dtype) or start(dtype, laid)
     for later, tensor in zip(together(statistics, tensors, "full", axis), tensors, strict=True):
         later.leave()
@@ -153,101 +155,103 @@ def test_what_was_taken_of_a_float64_tensor_does_not_change_how_others_are_taken
 
 
 class Slow(Host):
-    """A lane on which nothing arrives before somebody waits for it."""
+    """A transfer on which nothing arrives before somebody waits for it."""
 
     def __init__(self):
         super().__init__()
         self.under_way = []
 
-    def send(self, cargo):
-        self.under_way.append(cargo)
+    def send(self, batch):
+        self.under_way.append(batch)
 
-    def arrive(self, cargo, seconds):
-        assert seconds == devices._BOUND
-        assert self.under_way.pop(0) is cargo
-        super().send(cargo)
+    def arrive(self, batch, seconds):
+        assert seconds == device_statistics._BOUND
+        assert self.under_way.pop(0) is batch
+        super().send(batch)
         return True
 
 
 @pytest.fixture
 def slow(host, monkeypatch):
-    """Statistics of pages of two tensors, of which two are under way at most; and their lane."""
+    """Statistics of batches of two tensors, of which two are under way at most; and their transfer."""
     slow, tensors = Slow(), [values(torch.float32, 9 + size) for size in range(12)]
     statistics = statistics_of(tensors[0], level="moments")
-    [desk] = statistics._desks.values()
-    desk.lane, desk.slots.size = slow, 2
-    desk.ahead = 2
-    monkeypatch.setattr(devices._Page, "arrive", lambda page, seconds=None: slow.arrive(page, seconds))
-    return SimpleNamespace(lane=slow, statistics=statistics, desk=desk, tensors=tensors)
+    [queue] = statistics._queues.values()
+    queue.transfer, queue.slots.size = slow, 2
+    queue.ahead = 2
+    monkeypatch.setattr(device_statistics._SlotBatch, "arrive", lambda batch, seconds=None: slow.arrive(batch, seconds))
+    return SimpleNamespace(transfer=slow, statistics=statistics, queue=queue, tensors=tensors)
 
 
 def starting(slow, tensors):
-    """Start tensors, and tell how many pages were under way after each."""
+    """Start tensors, and tell how many batches were under way after each."""
     found = []
     for tensor in tensors:
         later = slow.statistics.start(tensor, "moments")
-        found.append((later, len(slow.lane.under_way)))
+        found.append((later, len(slow.transfer.under_way)))
     return found
 
 
 def test_the_device_holds_so_many_pages_and_the_next_waits_for_the_first(slow):
     found = starting(slow, slow.tensors)
-    assert [pages for _, pages in found] == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2]
+    assert [batches for _, batches in found] == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2]
     for (later, _), tensor in zip(found[:6], slow.tensors, strict=False):
         assert_like_the_cpu(later(), tensor, level="moments")
-    slow.desk.ahead = float("inf")
-    assert [pages for _, pages in starting(slow, slow.tensors[:4])] == [3, 3, 4, 4]  # nobody else holds them back
+    slow.queue.ahead = float("inf")
+    assert [batches for _, batches in starting(slow, slow.tensors[:4])] == [3, 3, 4, 4]  # nobody else holds them back
 
 
 def test_pages_that_have_left_are_not_waited_for(slow):
     starting(slow, slow.tensors[:6])
-    for page in slow.lane.under_way:
-        Host.send(slow.lane, page)
-    slow.lane.under_way = []
+    for batch in slow.transfer.under_way:
+        Host.send(slow.transfer, batch)
+    slow.transfer.under_way = []
     starting(slow, slow.tensors[:1])
-    assert [len(slow.desk.sent), len(slow.lane.under_way)] == [1, 1]
+    assert [len(slow.queue.sent), len(slow.transfer.under_way)] == [1, 1]
 
 
 def test_a_page_that_is_asked_for_waits_like_a_full_one(slow):
     found = starting(slow, slow.tensors[:5])
     found[-1][0].leave()
-    assert len(slow.lane.under_way) == 2
+    assert len(slow.transfer.under_way) == 2
     found[-1][0].leave()  # which has left
-    assert len(slow.lane.under_way) == 2
+    assert len(slow.transfer.under_way) == 2
 
 
 def test_pages_that_never_fill_are_forgotten_and_their_memory_is_used_again(slow, monkeypatch):
-    written, gather = set(), slow.desk.slots.gather
-    monkeypatch.setattr(slow.desk.slots, "gather", lambda sheet: (written.add(sheet.words.data_ptr()), gather(sheet)))
-    monkeypatch.setattr(slow.lane, "send", lambda page: Host.send(slow.lane, page))
+    written, gather = set(), slow.queue.slots.gather
+    monkeypatch.setattr(
+        slow.queue.slots, "gather", lambda buffer: (written.add(buffer.words.data_ptr()), gather(buffer))
+    )
+    monkeypatch.setattr(slow.transfer, "send", lambda batch: Host.send(slow.transfer, batch))
     for tensor in slow.tensors:
         later = slow.statistics.start(tensor, "moments")
         later.leave()
         assert_like_the_cpu(later(), tensor, level="moments")
-    assert (len(slow.desk.sent), len(written), len(slow.desk.unused)) == (1, 1, 2)
+    assert (len(slow.queue.sent), len(written), len(slow.queue.unused)) == (1, 1, 2)
 
 
 def test_a_sheet_is_read_when_the_device_has_written_it(slow, monkeypatch):
-    launched, gather = [], slow.desk.slots.gather
-    monkeypatch.setattr(slow.desk.slots, "gather", launched.append)
+    launched, gather = [], slow.queue.slots.gather
+    monkeypatch.setattr(slow.queue.slots, "gather", launched.append)
     later = slow.statistics.start(slow.tensors[0], "moments")
     later.leave()
-    [page] = slow.lane.under_way
-    page.ready = SimpleNamespace(synchronize=lambda: gather(launched.pop()))
-    Host.send(slow.lane, page)
+    [batch] = slow.transfer.under_way
+    batch.ready = SimpleNamespace(synchronize=lambda: gather(launched.pop()))
+    Host.send(slow.transfer, batch)
     assert_like_the_cpu(later(), slow.tensors[0], level="moments")
-    assert (page.sheet, launched) == (None, [])
+    assert (batch.buffer, launched) == (None, [])
 
 
 def test_memory_that_a_device_may_still_write_to_is_never_given_back(slow, monkeypatch):
-    monkeypatch.setattr(devices, "_abandoned", [])
-    gathered, gather = [], slow.desk.slots.gather
-    monkeypatch.setattr(slow.desk.slots, "gather", lambda sheet: (gathered.append(sheet), gather(sheet)))
-    monkeypatch.setattr(slow.lane, "send", lambda page: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(device_statistics, "_abandoned", [])
+    gathered, gather = [], slow.queue.slots.gather
+    monkeypatch.setattr(slow.queue.slots, "gather", lambda buffer: (gathered.append(buffer), gather(buffer)))
+    monkeypatch.setattr(slow.transfer, "send", lambda batch: signal.raise_signal(signal.SIGINT))
     later = slow.statistics.start(slow.tensors[0], "moments")
     with pytest.raises(KeyboardInterrupt):
         later.leave()
-    [kept], [written] = devices._abandoned, gathered
+    [kept], [written] = device_statistics._abandoned, gathered
     assert kept.words is written.words
 
 
@@ -264,12 +268,12 @@ def test_a_page_is_sent_and_statistics_are_closed_unseen_by_anybodys_modes(host,
 
     x, seen, launched, sent = values(torch.float32, 30), [], [], []
     statistics = statistics_of(x, level="moments")
-    [desk] = statistics._desks.values()
-    gather = desk.slots._gather  # which is made of torch's operations here
-    monkeypatch.setattr(desk.slots, "_gather", lambda *numbers: launched.append(numbers))
+    [queue] = statistics._queues.values()
+    gather = queue.slots._gather  # which is made of torch's operations here
+    monkeypatch.setattr(queue.slots, "_gather", lambda *numbers: launched.append(numbers))
     monkeypatch.setattr(host, "send", sent.append)
     first, second = (statistics.start(x, "moments") for _ in range(2))
-    del desk.unused[unused:]
+    del queue.unused[unused:]
     with Refuses(), Notes():
         first.leave()
         statistics.close()
@@ -281,37 +285,37 @@ def test_a_page_is_sent_and_statistics_are_closed_unseen_by_anybodys_modes(host,
 
 
 def test_who_has_the_numbers_holds_nothing_else(slow, monkeypatch):
-    monkeypatch.setattr(slow.lane, "send", lambda page: Host.send(slow.lane, page))
+    monkeypatch.setattr(slow.transfer, "send", lambda batch: Host.send(slow.transfer, batch))
     later = slow.statistics.start(slow.tensors[0], "moments")
-    desk = weakref.ref(slow.desk)
+    queue = weakref.ref(slow.queue)
     later.leave()
     slow.statistics.close()
-    del slow.desk
+    del slow.queue
     gc.collect()
-    assert desk() is None
+    assert queue() is None
     later.leave()  # once more
     assert_like_the_cpu(later(), slow.tensors[0], level="moments")
 
 
 def test_a_sheet_of_a_device_that_has_failed_is_never_given_back(slow, monkeypatch):
-    monkeypatch.setattr(devices, "_abandoned", [])
+    monkeypatch.setattr(device_statistics, "_abandoned", [])
     slow.statistics.start(slow.tensors[0], "moments").leave()
-    [page] = slow.lane.under_way
-    page.ready = SimpleNamespace(synchronize=lambda: 1 / 0)
+    [batch] = slow.transfer.under_way
+    batch.ready = SimpleNamespace(synchronize=lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        page.unload()
-    assert devices._abandoned == [page.sheet]
-    assert page.sheet.words.data_ptr() not in {words.data_ptr() for words, *_ in slow.desk.unused}
+        batch.unload()
+    assert device_statistics._abandoned == [batch.buffer]
+    assert batch.buffer.words.data_ptr() not in {words.data_ptr() for words, *_ in slow.queue.unused}
 
 
 def test_while_one_waits_the_others_go_on(slow, monkeypatch):
-    arrive, locked = slow.lane.arrive, []
+    arrive, locked = slow.transfer.arrive, []
 
-    def watched(page, seconds):
+    def watched(batch, seconds):
         locked.append(slow.statistics._lock.locked())
-        return arrive(page, seconds)
+        return arrive(batch, seconds)
 
-    monkeypatch.setattr(slow.lane, "arrive", watched)
+    monkeypatch.setattr(slow.transfer, "arrive", watched)
     starting(slow, slow.tensors)
     together(slow.statistics, slow.tensors, "moments")
     assert locked == [False] * 9
@@ -319,14 +323,14 @@ def test_while_one_waits_the_others_go_on(slow, monkeypatch):
 
 def test_statistics_that_never_leave_are_waited_for_once_and_none_is_lost(slow, monkeypatch, caplog):
     asked = []
-    monkeypatch.setattr(slow.lane, "arrive", lambda page, seconds: asked.append(page))
+    monkeypatch.setattr(slow.transfer, "arrive", lambda batch, seconds: asked.append(batch))
     found = starting(slow, slow.tensors)
-    assert [pages for _, pages in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [batches for _, batches in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert len(asked) == 1
     [said] = [record.getMessage() for record in caplog.records]
-    assert said == "device -1 did not write its statistics for 10 s: more than 8 pages are under way from now on"
-    for page in slow.lane.under_way:
-        Host.send(slow.lane, page)
+    assert said == "device -1 did not write its statistics for 10 s: more than 8 batches are under way from now on"
+    for batch in slow.transfer.under_way:
+        Host.send(slow.transfer, batch)
     for (later, _), tensor in zip(found[:10], slow.tensors, strict=False):
         assert_like_the_cpu(later(), tensor, level="moments")
 
@@ -334,25 +338,25 @@ def test_statistics_that_never_leave_are_waited_for_once_and_none_is_lost(slow, 
 def test_an_interrupt_while_a_page_waits_loses_nothing(slow, monkeypatch):
     found = starting(slow, slow.tensors[:6])
     with monkeypatch.context() as patched:
-        patched.setattr(slow.lane, "arrive", lambda page, seconds: signal.raise_signal(signal.SIGINT))
+        patched.setattr(slow.transfer, "arrive", lambda batch, seconds: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             slow.statistics.start(slow.tensors[6], "moments")
     found += starting(slow, slow.tensors[6:])
     slow.statistics.close()
-    for page in slow.lane.under_way:
-        Host.send(slow.lane, page)
+    for batch in slow.transfer.under_way:
+        Host.send(slow.transfer, batch)
     for (later, _), tensor in zip(found, slow.tensors, strict=True):
         assert_like_the_cpu(later(), tensor, level="moments")
 
 
 @pytest.fixture
 def refused(host, monkeypatch):
-    """Statistics of a tensor whose page cannot be gathered, their desk, and what is waited for."""
+    """Statistics of a tensor whose batch cannot be gathered, their queue, and what is waited for."""
     x = values(torch.float32, 8)
     statistics = statistics_of(x, level="moments")
-    [desk] = statistics._desks.values()
-    monkeypatch.setattr(desk.slots, "gather", lambda sheet: 1 / 0)
-    return SimpleNamespace(x=x, statistics=statistics, desk=desk, later=statistics.start(x, "moments"))
+    [queue] = statistics._queues.values()
+    monkeypatch.setattr(queue.slots, "gather", lambda buffer: 1 / 0)
+    return SimpleNamespace(x=x, statistics=statistics, queue=queue, later=statistics.start(x, "moments"))
 
 
 def test_a_page_that_cannot_be_gathered_is_not_waited_for(refused):
@@ -370,7 +374,7 @@ def test_whoever_waits_is_told_first_of_a_page_that_cannot_be_gathered(refused, 
         def pop(self, *key):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(refused.statistics, "_desks", Desks(refused.statistics._desks))
+    monkeypatch.setattr(refused.statistics, "_queues", Desks(refused.statistics._queues))
     with pytest.raises(KeyboardInterrupt):
         refused.later.leave()
     assert refused.later.has_arrived  # nobody would wait for ever
@@ -379,12 +383,12 @@ def test_whoever_waits_is_told_first_of_a_page_that_cannot_be_gathered(refused, 
 
 
 def test_a_page_that_an_interrupt_took_off_the_desk_is_not_waited_for(refused, monkeypatch):
-    def interrupted(desk, name, value):
-        object.__setattr__(desk, name, value)
-        if (name, value) == ("page", None):
+    def interrupted(queue, name, value):
+        object.__setattr__(queue, name, value)
+        if (name, value) == ("batch", None):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(devices._Desk, "__setattr__", interrupted)
+    monkeypatch.setattr(device_statistics._Queue, "__setattr__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         refused.later.leave()
     assert refused.later.has_arrived
@@ -395,8 +399,8 @@ def test_a_page_that_an_interrupt_took_off_the_desk_is_not_waited_for(refused, m
 def test_more_tensors_than_there_are_slots_are_taken_in_several_goes(host, monkeypatch):
     tensors = [values(torch.float32, 8) + number for number in range(7)]
     statistics = statistics_of(tensors[0], level="moments")
-    [desk] = statistics._desks.values()
-    desk.slots.size = 3
+    [queue] = statistics._queues.values()
+    queue.slots.size = 3
     found = together(statistics, tensors, "moments")
     statistics.close()
     for later, tensor in zip(found, tensors, strict=True):
@@ -412,8 +416,8 @@ def test_an_interrupt_before_the_launch_leaves_nobody_another_tensors_numbers(ho
     def interrupted(*numbers):
         raise KeyboardInterrupt
 
-    [desk] = statistics._desks.values()
-    monkeypatch.setattr(desk, "starting_all", lambda dtype: (interrupted, 8, 8, "float32"))
+    [queue] = statistics._queues.values()
+    monkeypatch.setattr(queue, "starting_all", lambda dtype: (interrupted, 8, 8, "float32"))
     held = staged([y], "moments")
     with pytest.raises(KeyboardInterrupt):
         statistics.start_all(held)

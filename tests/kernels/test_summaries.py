@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, values
-from layerscope.stats.device import Gathered, Slots
+from layerscope.stats.device import Results, Slots
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where it plays the device's arithmetic
 
@@ -21,11 +21,11 @@ LARGE = 1_000_000 if REAL else 2_500
 
 
 def gathered(slots, used):
-    sheet = slots.sheet(used)
-    slots.gather(sheet)
+    buffer = slots.buffer(used)
+    slots.gather(buffer)
     if REAL:
         torch.cuda.synchronize()
-    return Gathered.read(sheet)
+    return Results.read(buffer)
 
 
 def swept(tensors, *, level="full", together=False):
@@ -111,11 +111,11 @@ def test_a_sheet_lists_the_buckets_of_each_tensor_one_after_the_other_and_nothin
     there = [tensor.to(DEVICE) for tensor in tensors]
     for index, tensor in enumerate(there):
         slots.starting(tensor.dtype)(index, tensor.data_ptr(), tensor.numel())
-    words, used, buckets, _ = sheet = slots.sheet(len(there))
+    words, used, buckets, _ = buffer = slots.buffer(len(there))
     assert (used, buckets, words.numel()) == (4, 1 << 15, slots.size * (32 + (1 << 15)))
     assert words.nbytes <= 32 << 20
     assert words.is_pinned() == REAL
-    slots.gather(sheet)
+    slots.gather(buffer)
     if REAL:
         torch.cuda.synchronize()
     words = words.numpy()

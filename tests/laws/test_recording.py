@@ -42,7 +42,7 @@ def assert_law(make, x, *, device, steps=STEPS, keep="both", to=None):
     with torch.no_grad():
         plain = [clones.call(model, x.to(device) + step) for step in range(steps)]
     model = make().to(device)
-    with torch.no_grad(), ls.record(model, EVERY, to=to, keep=keep, weights=False) as rec:
+    with torch.no_grad(), ls.record(model, EVERY, to=to, keep=keep, options=ls.RecordOptions(weights=False)) as rec:
         watched = [model(x.to(device) + step) for step in range(steps)]
     assert_same_bits(torch.stack(watched), torch.stack(plain))
     assert_recorded(rec.run, clones, keep=keep, account=rec.completeness)

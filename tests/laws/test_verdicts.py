@@ -15,7 +15,10 @@ FAULTY = "model.layers.1.mlp.up_proj"
 
 
 def recorded(model, *, floors=False):
-    with torch.no_grad(), ls.record(model, "**:io", keep="tensor", floors=floors, weights=False) as rec:
+    with (
+        torch.no_grad(),
+        ls.record(model, "**:io", keep="tensor", floors=floors, options=ls.RecordOptions(weights=False)) as rec,
+    ):
         model(**families.inputs(NAME))
     return rec.run
 

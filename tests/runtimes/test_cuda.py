@@ -18,9 +18,9 @@ import zoo
 from asserts import assert_same_bits
 from kernels.laws import BYTES, FLOATS, WORDS, assert_like_the_cpu, values
 from layerscope.errors import Unsupported
-from layerscope.recorder import lanes
-from layerscope.recorder.devices import Statistics
-from layerscope.recorder.lanes import arriving, lane_of
+from layerscope.recorder.gpu import transfer as transfers
+from layerscope.recorder.gpu.statistics import DeviceStatistics
+from layerscope.recorder.gpu.transfer import to_host, transfer_of
 from layerscope.stats import summarize
 from layerscope.stats.device import Slots
 
@@ -33,7 +33,7 @@ OTHERS = [torch.complex64, torch.float4_e2m1fn_x2]  # no kernel: these travel
 
 
 def on_device(tensor, *, level="full"):
-    statistics = Statistics()
+    statistics = DeviceStatistics()
     later = statistics.of(tensor.cuda(), level=level)
     statistics.fetch()
     assert statistics.kernels == "triton", "the kernels are not in use, so this would test the host against itself"
@@ -59,7 +59,7 @@ def on_device(tensor, *, level="full"):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str)
 def test_views_are_summarised_in_their_own_order(view, dtype):
     whole = values(dtype, 64 * 300).view(64, 300)
-    statistics = Statistics()
+    statistics = DeviceStatistics()
     assert_like_the_cpu(statistics.of(view(whole.cuda()))(), view(whole))
     assert statistics.kernels == "triton"
 
@@ -82,7 +82,7 @@ def assert_channels_like_the_cpu(found, tensor, axis):
 @pytest.mark.parametrize("dtype", FLOATS + WORDS + BYTES + [torch.complex64], ids=str)
 @pytest.mark.parametrize("axis", [-1, 1, 0])
 def test_every_dtype_has_the_channels_of_the_cpu(dtype, axis):
-    statistics = Statistics()
+    statistics = DeviceStatistics()
     tensors = [values(dtype, 24 * n).view(4, 6, n) for n in (0, 1, 7, 128, 1000)]
     laters = [statistics.of(t.cuda(), channels=axis) for t in tensors]
     statistics.fetch()
@@ -96,7 +96,7 @@ def test_large_tensors_have_the_channels_of_the_cpu(dtype, shape):
     tensor = torch.randn(shape).to(dtype)
     tensor.view(-1)[77] = float("nan")
     axis = 1 if len(shape) == 4 else -1
-    later = Statistics().of(tensor.cuda(), channels=axis)
+    later = DeviceStatistics().of(tensor.cuda(), channels=axis)
     assert_channels_like_the_cpu(later().channels, tensor, axis)
 
 
@@ -118,14 +118,14 @@ def test_channels_of_a_recording_are_those_of_its_tensors_and_no_hook_synchronis
 def test_many_tensors_of_many_kinds_keep_their_own_numbers():
     tensors = [values((FLOATS + WORDS + BYTES)[i % 16], 1 + 37 * i) for i in range(150)]
     levels = ["full" if i % 3 else "moments" for i in range(150)]
-    statistics = Statistics()
+    statistics = DeviceStatistics()
     laters = [statistics.of(t.cuda(), level=level) for t, level in zip(tensors, levels, strict=True)]
     for i in [149, 0, 77, *range(150)]:
         assert_like_the_cpu(laters[i](), tensors[i], level=levels[i])
 
 
 def test_slots_are_used_again_step_after_step():
-    statistics = Statistics()
+    statistics = DeviceStatistics()
     for step in range(20):
         tensors = [torch.randn(3000 + step) * 2.0**step for _ in range(50)]
         laters = [statistics.of(t.cuda()) for t in tensors]
@@ -137,13 +137,13 @@ def test_slots_are_used_again_step_after_step():
 def test_a_tensor_may_change_as_soon_as_its_statistics_are_started():
     tensor = torch.randn(1_000_000)
     given = tensor.cuda()
-    later = Statistics().of(given)
+    later = DeviceStatistics().of(given)
     given.zero_()
     assert_like_the_cpu(later(), tensor)
 
 
 def test_threads_may_ask_before_the_step_ends():
-    statistics = Statistics()
+    statistics = DeviceStatistics()
     tensors = [torch.randn(5000) for _ in range(100)]
     wrong = []
 
@@ -166,7 +166,7 @@ def test_threads_may_ask_before_the_step_ends():
 def test_streams_of_the_user_have_slots_of_their_own():
     tensors = [torch.randn(2_000_000) for _ in range(4)]
     streams = [torch.cuda.Stream() for _ in tensors]
-    statistics = Statistics()
+    statistics = DeviceStatistics()
     given = [t.cuda() for t in tensors]
     torch.cuda.synchronize()
     laters = []
@@ -182,7 +182,7 @@ def test_a_device_without_kernels_says_so_and_goes_on(monkeypatch, caplog):
     from layerscope.stats.device import Slots
 
     monkeypatch.setattr(Slots, "starting", lambda *_: 1 / 0)
-    statistics = Statistics()
+    statistics = DeviceStatistics()
     tensor = torch.randn(1000)
     assert_like_the_cpu(statistics.of(tensor.cuda())(), tensor)
     assert statistics.kernels == "on the host: Triton failed: ZeroDivisionError: division by zero"
@@ -193,16 +193,16 @@ def test_a_device_without_kernels_says_so_and_goes_on(monkeypatch, caplog):
 
 
 @pytest.fixture(params=["flown", "carried"])
-def lane(request, monkeypatch):
-    """The device's lane, with page-locked memory to fly to, or without."""
-    lane = lane_of(torch.device("cuda", 0))
+def transfer(request, monkeypatch):
+    """The device's transfer, with page-locked memory to fly to, or without."""
+    transfer = transfer_of(torch.device("cuda", 0))
     if request.param == "carried":
-        monkeypatch.setattr(lane, "pinned", None)
-        return lane
+        monkeypatch.setattr(transfer, "pinned", None)
+        return transfer
     for size in [40 << 20, 70 << 20, 16 << 20, *[60 << 20] * 4]:
-        lane.pinned.room(size)
-    lane.pinned.grow()
-    return lane
+        transfer.pinned.room(size)
+    transfer.pinned.grow()
+    return transfer
 
 
 def room(size):
@@ -322,52 +322,52 @@ def test_the_forward_does_not_wait_for_the_device(keep):
 
 
 def test_a_device_that_lags_holds_no_numbers_that_were_gathered_and_the_host_no_more_than_so_many():
-    statistics, x = Statistics(), values(torch.float32, 1000).cuda()
+    statistics, x = DeviceStatistics(), values(torch.float32, 1000).cuda()
     statistics.of(x)()  # compiles
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    [desk] = statistics._desks.values()
-    page = desk.slots.size
-    desk.ahead = 2
+    [queue] = statistics._queues.values()
+    batch = queue.slots.size
+    queue.ahead = 2
     woken = asleep()
-    laters = [statistics.of(x) for _ in range(3 * page)]
+    laters = [statistics.of(x) for _ in range(3 * batch)]
     assert not woken.query(), "the device came too soon: this would test nothing"
-    laters += [statistics.of(x)]  # the third page is full, and the first two have not been written
+    laters += [statistics.of(x)]  # the third batch is full, and the first two have not been written
     assert woken.query()
-    laters += [statistics.of(x) for _ in range(5 * page)]
+    laters += [statistics.of(x) for _ in range(5 * batch)]
     assert torch.cuda.max_memory_allocated() == before
-    assert all(sheet.words.is_pinned() for sheet in desk.unused)
-    for later in (laters[0], laters[3 * page], laters[-1]):
+    assert all(buffer.words.is_pinned() for buffer in queue.unused)
+    for later in (laters[0], laters[3 * batch], laters[-1]):
         assert_like_the_cpu(later(), x.cpu())
 
 
-def test_large_and_many_tensors_arrive(lane):
+def test_large_and_many_tensors_arrive(transfer):
     sizes = [40 << 20, 1, 0, 17, 16 << 20, *[1000] * 300, (16 << 20) + 1, 70 << 20]
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in sizes]
-    arrivals = [arriving(tensor, room) for tensor in tensors]
+    arrivals = [to_host(tensor, room) for tensor in tensors]
     for tensor, arrival in zip(tensors, arrivals, strict=True):
         assert torch.equal(arrival(), tensor.cpu())
 
 
-def test_a_full_device_makes_the_caller_wait_and_loses_nothing(lane, monkeypatch):
-    monkeypatch.setattr(lane, "_most", 8 << 20)
+def test_a_full_device_makes_the_caller_wait_and_loses_nothing(transfer, monkeypatch):
+    monkeypatch.setattr(transfer, "_most", 8 << 20)
     tensors = [torch.randn(800_000, device="cuda") for _ in range(20)]
-    arrivals = [arriving(tensor, room) for tensor in tensors]
-    assert lane._held <= 8 << 20
+    arrivals = [to_host(tensor, room) for tensor in tensors]
+    assert transfer._held <= 8 << 20
     for tensor, arrival in zip(tensors, arrivals, strict=True):
         assert_same_bits(arrival(), tensor.cpu())
 
 
 def test_what_flies_is_used_again_only_after_it_has_landed():
-    lane = lane_of(torch.device("cuda", 0))
-    lane.pinned.room(1)
-    lane.pinned.grow()
+    transfer = transfer_of(torch.device("cuda", 0))
+    transfer.pinned.room(1)
+    transfer.pinned.grow()
     tensors = [torch.full((400_000,), float(i), device="cuda") for i in range(200)]
     asleep()
     for tensor in tensors:
-        arriving(tensor, room)  # nobody waits for it, and its memory must not be given away
-    last = [arriving(tensor, room) for tensor in tensors[:20]]
+        to_host(tensor, room)  # nobody waits for it, and its memory must not be given away
+    last = [to_host(tensor, room) for tensor in tensors[:20]]
     assert [arrival().unique().tolist() for arrival in last] == [[float(i)] for i in range(20)]
 
 
@@ -400,12 +400,14 @@ def test_a_thousand_steps_of_a_busy_device_are_recorded_to_the_bit(keep):
 
 
 def test_a_device_without_room_drops_counts_and_says_so(monkeypatch, caplog):
-    lane = lane_of(torch.device("cuda", 0))
-    monkeypatch.setattr(lane, "pinned", None)
-    monkeypatch.setattr(lane, "_most", 1 << 20)
-    monkeypatch.setattr(lanes, "_BOUND", 0.05)
-    hold, carry = threading.Event(), lane.copy
-    monkeypatch.setattr(lane, "copy", lambda pairs, after: (hold.wait(), carry(pairs, after=after)))  # they get nowhere
+    transfer = transfer_of(torch.device("cuda", 0))
+    monkeypatch.setattr(transfer, "pinned", None)
+    monkeypatch.setattr(transfer, "_most", 1 << 20)
+    monkeypatch.setattr(transfers, "_BOUND", 0.05)
+    hold, carry = threading.Event(), transfer.copy
+    monkeypatch.setattr(
+        transfer, "copy", lambda pairs, after: (hold.wait(), carry(pairs, after=after))
+    )  # they get nowhere
     model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))).cuda(), torch.randn(512, 512, device="cuda")
     with torch.no_grad(), ls.record(model, "*:output") as rec:
         model(x)
@@ -420,17 +422,17 @@ def test_a_device_without_room_drops_counts_and_says_so(monkeypatch, caplog):
 def batches(monkeypatch):
     """How many tensors were taken together, each time."""
     seen = []
-    send_all, starting_all = lanes.Lane.send_all, Slots.starting_all
+    send_all, starting_all = transfers.Transfer.send_all, Slots.starting_all
 
     def counted(slots, dtype):
         start = starting_all(slots, dtype)
         return lambda first, entries, count, programs: (seen.append(count), start(first, entries, count, programs))
 
-    def sent(lane, memory, staged, raw):
+    def sent(transfer, memory, staged, raw):
         seen.append(len(staged))
-        return send_all(lane, memory, staged, raw)
+        return send_all(transfer, memory, staged, raw)
 
-    monkeypatch.setattr(lanes.Lane, "send_all", sent)
+    monkeypatch.setattr(transfers.Transfer, "send_all", sent)
     monkeypatch.setattr(Slots, "starting_all", counted)
     return seen
 
@@ -446,7 +448,7 @@ def test_small_tensors_are_taken_together_at_the_end_of_the_step(keep, level, ba
             model(torch.randn(8, 64, device="cuda"))
     for hook in hooks:
         hook.remove()
-    assert batches.count(6) > 30  # of forty: now and then a page of slots is full
+    assert batches.count(6) > 30  # of forty: now and then a batch of slots is full
     for number, tensor in enumerate(taken):
         step, name = number // 6, str(number % 6)
         if keep == "tensor":
@@ -577,24 +579,11 @@ def test_a_thread_that_is_new_to_the_device_is_recorded():
 
 def test_a_small_budget_does_not_lock_hook_and_writer(tmp_path):
     model, x = model_on_device()
-    with ls.record(model, "**:*", to=tmp_path / "run", budget=1) as rec:
+    with ls.record(model, "**:*", to=tmp_path / "run", options=ls.RecordOptions(budget=1)) as rec:
         for _ in range(5):
             model(x).sum().backward()
     assert not rec.completeness.dropped
     assert rec.completeness.records >= 5 * 6 * 3
-
-
-def test_memory_of_the_host_is_free_again_only_after_the_arrival(monkeypatch):
-    monkeypatch.setattr(lane_of(torch.device("cuda", 0)), "pinned", None)
-    tensor = torch.ones(1000, device="cuda")
-    woken = asleep()
-    arrival = arriving(tensor, room)
-    freed = threading.Event()
-    arrival.then(freed.set)
-    assert not freed.is_set()
-    assert not woken.query()
-    assert arrival().sum() == 1000
-    assert freed.wait(10)
 
 
 def test_gradients_are_those_of_autograd():
@@ -687,7 +676,7 @@ def test_the_device_gets_its_memory_back():
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("keep", ["tensor", "both"])
 @torch.no_grad()
-def test_a_model_on_two_devices_is_recorded_by_the_lane_of_each(current, keep):
+def test_a_model_on_two_devices_is_recorded_by_the_transfer_of_each(current, keep):
     torch.manual_seed(0)
     parts = {f"on_{place}": nn.Linear(64, 64).to(f"cuda:{place}") for place in (0, 1)}
     model = zoo.Holder(lambda m, x: m.on_1(m.on_0(x).relu().to("cuda:1")), **parts)
@@ -702,7 +691,7 @@ def test_a_model_on_two_devices_is_recorded_by_the_lane_of_each(current, keep):
             assert_same_bits(rec.run.tensor(name, step=step), value.cpu())
             if keep == "both":
                 assert rec.run.summary(name, step=step).fingerprint == summarize(value.cpu()).fingerprint
-    assert lane_of(torch.device("cuda", 0)) is not lane_of(torch.device("cuda", 1))
+    assert transfer_of(torch.device("cuda", 0)) is not transfer_of(torch.device("cuda", 1))
 
 
 # Compiled models --------------------------------------------------------------------------------

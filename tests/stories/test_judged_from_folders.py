@@ -22,7 +22,10 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def recorded(model, given, *, floors=False, taps="**:io", run=None):
-    with torch.no_grad(), ls.record(model, taps, keep="tensor", floors=floors, weights=False) as rec:
+    with (
+        torch.no_grad(),
+        ls.record(model, taps, keep="tensor", floors=floors, options=ls.RecordOptions(weights=False)) as rec,
+    ):
         model(**given) if run is None else run(model)
     return rec.run
 

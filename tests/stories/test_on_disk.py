@@ -77,7 +77,12 @@ def test_an_address_of_fsspec_works_too():
 
 
 def test_the_manifest_says_what_was_recorded(tmp_path):
-    record(tmp_path / "run", taps={"first": "0", "rest": ["1", "2"]}, name="tiny", mode="fp32", make=zoo.plain)
+    record(
+        tmp_path / "run",
+        taps={"first": "0", "rest": ["1", "2"]},
+        options=ls.RecordOptions(name="tiny", mode="fp32"),
+        make=zoo.plain,
+    )
     manifest = ls.open_run(tmp_path / "run").manifest
     assert manifest.model == {
         "name": "tiny", "class": "torch.nn.modules.container.Sequential", "parameters": 4 * 8 + 8 + 8 * 3 + 3,

@@ -145,8 +145,8 @@ def command(
             floors=not no_floors,
         )  # fmt: skip
     else:
-        how: dict[str, Any] = {"when": when, "observer": observer, "precision_faithful": precision_faithful}
-        how |= {"statistics": statistics, "stop_after": stop}
+        how: dict[str, Any] = {"when": when, "statistics": statistics, "stop_after": stop}
+        how |= {"observer": observer, "precision_faithful": precision_faithful}
         how["floors"] = not (no_floors or append or stop or keep == "summary")
         page, code = _record(ready, batches, texts, to=to, keep=keep, append=append, forward=forward, **how), 0
     put(page, "json" if as_json else "terminal")
@@ -204,18 +204,22 @@ def _record(
     append: bool,
     forward: Callable[[Any, Inputs], None],
     stop_after: str | None,
+    observer: Literal["measure", "skip"],
+    precision_faithful: bool,
     **how: Any,
 ) -> Document:
     from layerscope.modes.stopping import ending
-    from layerscope.recorder import record
+    from layerscope.recorder import RecordOptions, record
 
     name = ready.loaded.name
     is_new = not append and "://" not in to and not os.path.lexists(to)
     settings = ready.settings | ({} if stop_after is None else {"stop_after": stop_after})
     try:
         with counting("recording") as tell:
-            how["tell"] = tell
-            recording = record(ready.model, taps, to=to, keep=keep, append=append, name=name, settings=settings, **how)
+            options = RecordOptions(
+                name=name, settings=settings, observer=observer, precision_faithful=precision_faithful, tell=tell
+            )
+            recording = record(ready.model, taps, to=to, keep=keep, append=append, options=options, **how)
             with recording, ending(ready.model, stop_after):
                 _forwards(recording.model, batches, forward, tell)
     except (RunExists, RunBusy):

@@ -19,6 +19,7 @@ import importlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import nn
 
 from layerscope.compiled.hidden_states import remember
 from layerscope.errors import MissingExtra, NothingRecorded, Unsupported
-from layerscope.recorder import Recording, record
+from layerscope.recorder import Recording, RecordOptions, record
 
 __all__ = ["Application", "application", "ready"]
 
@@ -117,10 +118,17 @@ class Application:
         if len(self._replays) == rank:
             replay = _Replay(layers)
             degree = getattr(self._app.config.neuron_config, "tp_degree", 1)
-            how = {"name": type(self._app).__name__, "mode": "neuron", "weights": False, **self._how}
-            how["settings"] = {"tp_degree": degree, **self._how.get("settings", {})}
+            given = self._how.get("options") or RecordOptions()
+            options = replace(
+                given,
+                name=given.name or type(self._app).__name__,
+                mode=given.mode or "neuron",
+                weights=bool(given.weights),
+                settings={"tp_degree": degree, **given.settings},
+                rank=rank,
+            )
             taps = ["embedding", "layers.*", *(["logits"] if logits is not None else [])]
-            recording = record(replay, taps, to=self._to, rank=rank, **how)
+            recording = record(replay, taps, to=self._to, **{**self._how, "options": options})
             self.ranks.append(self._stack.enter_context(recording))
             self._replays.append(replay)
         return self._replays[rank]

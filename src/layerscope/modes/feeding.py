@@ -14,7 +14,7 @@ from torch import nn
 
 from layerscope.errors import Unsupported
 from layerscope.models import Inputs
-from layerscope.recorder.copying import dtype_name, plain
+from layerscope.recorder.tensors import dtype_name, plain
 from layerscope.runtimes.values import rebuilt, replaced
 from layerscope.stats import fingerprint
 

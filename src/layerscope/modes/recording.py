@@ -25,7 +25,7 @@ from layerscope.modes.registry import Mode, Setting, variant
 from layerscope.modes.stopping import Enough, ending
 from layerscope.patterns import select, split
 from layerscope.points import Moment, Point
-from layerscope.recorder import record
+from layerscope.recorder import RecordOptions, record
 from layerscope.runtimes.eager import points
 from layerscope.store import Run
 from layerscope.store.address import folder
@@ -93,12 +93,14 @@ def record_modes(
             statistics=statistics,
             when=when,
             append=append,
-            name=name,
-            mode=mode.name,
-            settings={"inputs": given, **grid, **stopped, **(settings or {})},
-            listener=progress,
             floors=floors and mode is modes[0] and len(modes) > 1 and stop_after is None and not append,
-            tell=progress.measuring,
+            options=RecordOptions(
+                name=name,
+                mode=mode.name,
+                settings={"inputs": given, **grid, **stopped, **(settings or {})},
+                listener=progress,
+                tell=progress.measuring,
+            ),
         )
         torch.manual_seed(seed)
         with recording, ending(own, stop_after):

@@ -17,7 +17,7 @@ import torch
 
 from layerscope.monitor.units import unit_axis
 from layerscope.points import Moment, Point
-from layerscope.recorder.copying import plain
+from layerscope.recorder.tensors import plain
 from layerscope.rules import Alarm, Frame, ParameterReading, Reading
 from layerscope.schedules import Schedule
 from layerscope.stats import Summary

@@ -1,7 +1,7 @@
 """Gather what a recording sees into captures, by layer, epoch and batch.
 
     gathered = Gathered(layers, choices, room=512 << 20, begins=lambda: None, losses=losses)
-    with record(model, taps, to="out/run", listener=gathered): ...
+    with record(model, taps, to="out/run", options=RecordOptions(listener=gathered)): ...
     gathered.of(layer)
 
 A tensor is copied to memory while there is room; beyond that the run alone has it.
@@ -20,7 +20,8 @@ from layerscope.log import log
 from layerscope.monitor.captures import Capture, Held, held_in, shape_of
 from layerscope.monitor.layers import Choice, Layer
 from layerscope.points import Leaf, Moment, Point
-from layerscope.recorder.copying import Arena, plain
+from layerscope.recorder.host_memory import Arena
+from layerscope.recorder.tensors import plain
 from layerscope.runtimes.values import rebuilt
 from layerscope.store.losses import Losses
 

@@ -40,7 +40,7 @@ from layerscope.monitor.loaders import Followed
 from layerscope.monitor.saving import Shelf
 from layerscope.monitor.stored import Stored
 from layerscope.points import Point
-from layerscope.recorder import Recording, Tap, record
+from layerscope.recorder import Recording, RecordOptions, Tap, record
 from layerscope.schedules import Schedule
 from layerscope.store import Run
 from layerscope.store.address import rank_folder
@@ -409,9 +409,7 @@ class Monitor:
                     taps,
                     to=path,
                     statistics="moments",
-                    weights=False,
-                    budget=budget,
-                    listener=self._gathered,
+                    options=RecordOptions(weights=False, budget=budget, listener=self._gathered),
                 )
                 with contextlib.suppress(RunExists, RunBusy, NotARun):
                     return recording.__enter__(), path

@@ -17,7 +17,7 @@ from layerscope.monitor.items import Format, next_number, write_item
 from layerscope.monitor.layers import Layer
 from layerscope.monitor.stored import Stored
 from layerscope.monitor.streaming import joined, write_epoch
-from layerscope.recorder.copying import undisturbed
+from layerscope.recorder.tensors import undisturbed
 from layerscope.store.losses import Losses
 
 __all__ = ["Shelf"]

@@ -20,7 +20,7 @@ from layerscope.monitor.captures import Capture, Held, held_in
 from layerscope.monitor.layers import Layer
 from layerscope.points import Moment, Point
 from layerscope.recorder import Recording
-from layerscope.recorder.copying import undisturbed
+from layerscope.recorder.tensors import undisturbed
 from layerscope.store import Run, open_run
 from layerscope.store.losses import Losses
 from layerscope.store.run import Entry

@@ -25,7 +25,7 @@ import torch
 from layerscope.monitor.captures import Capture, Column, Held, Pieces, mapped, shape_of
 from layerscope.monitor.items import Format, array, keyed, member_name
 from layerscope.points import Leaf
-from layerscope.recorder.copying import dtype_name
+from layerscope.recorder.tensors import dtype_name
 from layerscope.stats import Summary, summarize
 from layerscope.store.layouts.files import Batch, numpy_dtype, opened, write_json
 from layerscope.store.layouts.statistics import described

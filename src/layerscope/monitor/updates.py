@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 
 from layerscope.points import unwrapped
-from layerscope.recorder.copying import plain
-from layerscope.recorder.devices import Statistics
+from layerscope.recorder.gpu import DeviceStatistics
 from layerscope.recorder.taps import Level
+from layerscope.recorder.tensors import plain
 from layerscope.rules import ParameterReading
 from layerscope.stats import Summary, summarize
 
@@ -33,7 +33,7 @@ class Updates:
     def __init__(self, model: torch.nn.Module, *, level: Level) -> None:
         self._model = model
         self._level = level
-        self._devices = Statistics()
+        self._devices = DeviceStatistics()
         self._held: list[tuple[str, torch.nn.Parameter, torch.Tensor, _Statistics | None]] = []
         self._read = True  # whether the gradients were there when the step began
 

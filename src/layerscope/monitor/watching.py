@@ -37,7 +37,7 @@ from layerscope.monitor.updates import Updates
 from layerscope.monitor.wishes import bounds_of, innermost, maps_of, other_side, points_of
 from layerscope.pages.alarms import keep
 from layerscope.points import Moment, Point
-from layerscope.recorder import Recording, Tap, record
+from layerscope.recorder import Recording, RecordOptions, Tap, record
 from layerscope.recorder.taps import level_of, schedule_of
 from layerscope.report import html
 from layerscope.rules import Alarm, ParameterReading, Rule, parse_rule
@@ -189,7 +189,8 @@ class Watch:
             bounds=bounds_of(model),
             holds=any(rule.action == "snapshot" for rule in rules),
         )
-        self._recording = record(model, looks, to=to, keep="summary", statistics=statistics, listener=self)
+        options = RecordOptions(listener=self)
+        self._recording = record(model, looks, to=to, keep="summary", statistics=statistics, options=options)
 
     # The block ----------------------------------------------------------------------------------
 

@@ -13,8 +13,6 @@ from typing import SupportsIndex
 
 from layerscope.points import Moment
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """Number the forwards, unless the caller does.

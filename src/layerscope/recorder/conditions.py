@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from layerscope.stats import Summary
 
-__all__ = ["Condition", "Threshold", "condition_of"]
-
 _SIGNS: Final = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -70,7 +68,7 @@ class Threshold:
 
     def __call__(self, tensor: torch.Tensor) -> bool:
         """Tell whether the tensor meets it."""
-        from layerscope.recorder.copying import plain
+        from layerscope.recorder.tensors import plain
         from layerscope.stats import summarize
 
         values, _ = plain(tensor)

@@ -19,8 +19,6 @@ from layerscope.schedules import ALWAYS, Schedule
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Keep", "Level", "Plan", "Request", "Tap", "Wish", "level_of", "plan", "schedule_of", "taps_of"]
-
 Level = Literal["full", "moments"]
 Keep = Literal["tensor", "summary", "both"]
 
@@ -78,7 +76,7 @@ class Tap:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Want:
     """What is wanted of one point, over all taps that are due."""
 
     tensor: bool = False
@@ -86,10 +84,10 @@ class Wish:
     level: Level = "moments"
     function: Callable[[torch.Tensor], Any] | None = None
     axis: int | None = None  # of the channels that are wanted
-    conditional: tuple[tuple[Condition, Wish], ...] = ()  # what is wanted of values that meet a condition
+    conditional: tuple[tuple[Condition, Want], ...] = ()  # what is wanted of values that meet a condition
 
-    def __or__(self, other: Wish) -> Wish:
-        return Wish(
+    def __or__(self, other: Want) -> Want:
+        return Want(
             self.tensor or other.tensor,
             self.summary or other.summary,
             "full" if "full" in (self.level, other.level) else "moments",
@@ -101,16 +99,21 @@ class Wish:
     def __bool__(self) -> bool:
         return self.tensor or self.summary or self.function is not None or bool(self.conditional)
 
-    def of(self, tensor: torch.Tensor) -> Wish:
+    @property
+    def asks_user(self) -> bool:
+        """Whether a function of the user's is called before anything is taken."""
+        return self.function is not None or bool(self.conditional)
+
+    def of(self, tensor: torch.Tensor) -> Want:
         """Return what is wanted of this value; every condition is asked."""
         whole = replace(self, conditional=())
-        for condition, wish in self.conditional:
+        for condition, want in self.conditional:
             if condition(tensor):
-                whole |= wish
+                whole |= want
         return whole
 
 
-_NOTHING = Wish()
+_NOTHING = Want()
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +121,7 @@ class Request:
     """One point, what the taps that are due want of it, and whether it has a record by now."""
 
     point: Point
-    wish: Wish | None
+    want: Want | None
     recorded: bool = False
 
 
@@ -129,12 +132,12 @@ class Plan:
     taps: list[Tap]
     points: list[list[Point]]  # of each tap; a leaf of () stands for every leaf
     ops: list[tuple[Pattern, ...]]  # of each tap
-    default: Wish
+    default: Want
     when: Schedule | None = None  # for taps without a schedule of their own
     _due: dict[tuple[bool, ...], dict[Point, Request]] = field(default_factory=dict)
     _requests: dict[tuple[bool, ...], dict[int, Request]] = field(default_factory=dict)
-    _askers: dict[tuple[str, Side, bool], list[tuple[Leaf, int]]] = field(default_factory=dict)
-    wishes: list[Wish] = field(default_factory=list)  # of each tap
+    _asking: dict[tuple[str, Side, bool], list[tuple[Leaf, int]]] = field(default_factory=dict)
+    wants: list[Want] = field(default_factory=list)  # of each tap
     conditions: list[Condition | None] = field(default_factory=list)  # of each tap
     _own: list[Schedule | None] = field(default_factory=list)  # the schedules of the taps that have one
     _shares: bool = False  # whether any tap has none,
@@ -143,7 +146,7 @@ class Plan:
     _none: tuple[bool, ...] = ()  # and where none is
 
     def __post_init__(self) -> None:
-        self.wishes = [self._of(tap) for tap in self.taps]
+        self.wants = [self._of(tap) for tap in self.taps]
         self.conditions = [condition_of(tap.if_value) for tap in self.taps]
         self._own = [None if tap.when is None else tap.schedule for tap in self.taps]
         self._shares = any(own is None for own in self._own)
@@ -153,11 +156,11 @@ class Plan:
 
     def _resolve(self) -> None:
         """Find who asks for each place: its leaves are only known once it is seen, and there is no time then."""
-        askers: dict[tuple[str, Side, bool], list[tuple[Leaf, int]]] = {}
+        asking: dict[tuple[str, Side, bool], list[tuple[Leaf, int]]] = {}
         for tap, points in enumerate(self.points):
             for asked in points:
-                askers.setdefault((asked.name, asked.side, asked.op), []).append((asked.leaf, tap))
-        self._askers = askers  # in one go: other threads may be looking
+                asking.setdefault((asked.name, asked.side, asked.op), []).append((asked.leaf, tap))
+        self._asking = asking  # in one go: other threads may be looking
 
     @property
     def expected(self) -> list[Point]:
@@ -175,12 +178,12 @@ class Plan:
     @property
     def counts(self) -> bool:
         """Whether any tap asks for statistics."""
-        return any(wish.summary for wish in self.wishes)
+        return any(want.summary for want in self.wants)
 
     @property
     def counts_channels(self) -> bool:
         """Whether any tap asks for statistics of channels."""
-        return any(wish.summary and wish.axis is not None for wish in self.wishes)
+        return any(want.summary and want.axis is not None for want in self.wants)
 
     @property
     def aliases(self) -> dict[str, list[str]]:
@@ -235,29 +238,29 @@ class Plan:
         known = self._due.setdefault(due, {})
         request = known.get(point)
         if request is None:
-            request = known[point] = Request(point, self.wish(due, point) or None)
+            request = known[point] = Request(point, self.want(due, point) or None)
             self.requests(due)[id(point)] = request
         return request
 
-    def wish(self, due: tuple[bool, ...], point: Point) -> Wish:
+    def want(self, due: tuple[bool, ...], point: Point) -> Want:
         """Add up what the taps that are due want of a point, or of a value it is part of."""
-        wish = _NOTHING
-        for leaf, tap in self._askers.get((point.name, point.side, point.op), ()):
+        want = _NOTHING
+        for leaf, tap in self._asking.get((point.name, point.side, point.op), ()):
             if due[tap] and point.leaf[: len(leaf)] == leaf:
-                own, condition = self.wishes[tap], self.conditions[tap]
-                own = own if condition is None else Wish(conditional=((condition, own),))
-                wish = own if wish is _NOTHING else wish | own
-        return wish
+                own, condition = self.wants[tap], self.conditions[tap]
+                own = own if condition is None else Want(conditional=((condition, own),))
+                want = own if want is _NOTHING else want | own
+        return want
 
-    def _of(self, tap: Tap) -> Wish:
+    def _of(self, tap: Tap) -> Want:
         default = self.default
         level, axis = (default.level, default.axis) if tap.statistics is None else level_of(tap.statistics)
         if tap.keep is None:
             asks = tap.statistics is not None and axis is not None
-            return Wish(default.tensor, default.summary or asks, level, default.function, axis)
+            return Want(default.tensor, default.summary or asks, level, default.function, axis)
         if callable(tap.keep):
-            return Wish(summary=default.summary, level=level, function=tap.keep, axis=axis)
-        return Wish(tap.keep in ("tensor", "both"), tap.keep in ("summary", "both"), level, axis=axis)
+            return Want(summary=default.summary, level=level, function=tap.keep, axis=axis)
+        return Want(tap.keep in ("tensor", "both"), tap.keep in ("summary", "both"), level, axis=axis)
 
 
 def _says(schedule: Schedule, moment: Moment) -> bool | Exception:
@@ -321,7 +324,7 @@ def plan(
     places: Sequence[Place],
     shared: Mapping[str, str],
     *,
-    default: Wish,
+    default: Want,
     when: Schedule | None = None,
 ) -> Plan:
     """Resolve taps against the places of a model; every pattern must match something.
@@ -350,11 +353,11 @@ def _refuse_conflicts(whole: Plan) -> None:
     """Two taps may overlap; two functions of one point cannot both be its record, nor channels of two axes."""
     kept: dict[Point, Any] = {}
     axes: dict[Point, int] = {}
-    for tap, points, wish in zip(whole.taps, whole.points, whole.wishes, strict=True):
+    for tap, points, want in zip(whole.taps, whole.points, whole.wants, strict=True):
         for point in points:
-            if wish.axis is not None and axes.setdefault(point, wish.axis) != wish.axis:
+            if want.axis is not None and axes.setdefault(point, want.axis) != want.axis:
                 raise BadText(
-                    f"two taps want channels of {point} along axis {axes[point]} and axis {wish.axis}; "
+                    f"two taps want channels of {point} along axis {axes[point]} and axis {want.axis}; "
                     "exclude it from one of them with '!...'."
                 )
             before = kept.setdefault(point, tap.keep)

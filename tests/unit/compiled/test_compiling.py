@@ -350,7 +350,7 @@ def test_it_can_be_left_out_and_says_so():
 
 def test_a_recording_may_leave_it_out_of_an_object_that_was_not_called_yet():
     compiled = ls.compile(tiny(), (IDS,), backend=eager)
-    with torch.no_grad(), ls.record(compiled, "model.layers.0", observer="skip") as rec:
+    with torch.no_grad(), ls.record(compiled, "model.layers.0", options=ls.RecordOptions(observer="skip")) as rec:
         compiled(IDS)
     assert rec.run.manifest.settings["observer_effect"] == "not measured: observer='skip'"
     assert compiled.observer_effect is None

@@ -8,7 +8,7 @@ from torch import nn
 from layerscope import record
 from layerscope.monitor.gathering import Gathered
 from layerscope.monitor.layers import choices_of, layers_of
-from layerscope.recorder import Tap
+from layerscope.recorder import RecordOptions, Tap
 from layerscope.store.losses import Losses
 
 
@@ -17,7 +17,7 @@ def gathered(net, *, room=1 << 20, begins=lambda: None, layers=None):
     choices = choices_of(found, (1,), (0,), None)
     taps = [Tap(layer.place, when=choices[layer.alias], alias=layer.alias) for layer in found]
     made = Gathered(found, choices, room=room, begins=begins, losses=Losses("test"))
-    return found, made, record(net, taps, listener=made)
+    return found, made, record(net, taps, options=RecordOptions(listener=made))
 
 
 def run(net, recording, batches, size=10):

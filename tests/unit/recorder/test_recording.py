@@ -14,8 +14,8 @@ from torch import nn
 import zoo
 from asserts import assert_no_hooks_left, assert_same_bits
 from layerscope.errors import NothingRecorded
-from layerscope.recorder import Tap, record
-from layerscope.recorder.copying import Arena, Pool
+from layerscope.recorder import RecordOptions, Tap, record
+from layerscope.recorder.host_memory import Arena
 from layerscope.schedules import when
 from layerscope.store import open_run
 
@@ -37,9 +37,13 @@ class Ear:
         self.heard.append((str(point), moment.step, tensor.item(), told.mean))
 
 
+def heard(wanted):
+    return RecordOptions(listener=Ear(wanted))
+
+
 def test_forwards_that_a_listener_does_not_want_are_neither_recorded_nor_counted():
     model = torch.nn.Sequential(torch.nn.Identity())
-    with record(model, "0", keep="both", listener=Ear(value not in (0, 2, 3) for value in range(6))) as rec:
+    with record(model, "0", keep="both", options=heard(value not in (0, 2, 3) for value in range(6))) as rec:
         for value in range(6):
             model(torch.tensor([float(value)]))
     assert [(m.step, rec.run.tensor("0", step=m.step).item()) for m in rec.run.moments] == [
@@ -54,7 +58,7 @@ def test_a_gradient_of_a_forward_that_was_wanted_arrives_after_one_that_was_not(
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     ear = Ear([True, False])
     ear.seen = lambda *heard: None
-    with record(model, "0:grad_output", listener=ear) as rec:
+    with record(model, "0:grad_output", options=RecordOptions(listener=ear)) as rec:
         out = model(torch.ones(1, 2))
         model(torch.zeros(1, 2)).sum().backward()
         out.sum().backward()
@@ -64,7 +68,7 @@ def test_a_gradient_of_a_forward_that_was_wanted_arrives_after_one_that_was_not(
 def test_a_listener_is_told_each_record_as_it_is_made():
     model = torch.nn.Sequential(torch.nn.Identity())
     ear = Ear([True, False, True])
-    with record(model, "0", keep="summary", listener=ear) as rec:
+    with record(model, "0", keep="summary", options=RecordOptions(listener=ear)) as rec:
         for value in range(3):
             model(torch.tensor([float(value)]))
             assert len(ear.heard) == (1, 1, 2)[value]
@@ -74,7 +78,7 @@ def test_a_listener_is_told_each_record_as_it_is_made():
 
 def test_with_a_listener_memory_keeps_tensors_and_no_summaries_alone():
     model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
-    with record(model, [Tap("0", keep="summary"), Tap("1", keep="both")], listener=Ear([True])) as rec:
+    with record(model, [Tap("0", keep="summary"), Tap("1", keep="both")], options=heard([True])) as rec:
         model(torch.ones(1))
     assert [str(point) for point in rec.run.points] == ["1:output"]
 
@@ -85,7 +89,10 @@ def test_a_listener_that_raises_is_listed_and_the_forward_goes_on():
             raise RuntimeError("what?")
 
     model = torch.nn.Sequential(torch.nn.Identity())
-    with pytest.raises(NothingRecorded, match=r"RuntimeError: what\?"), record(model, "0", listener=Deaf([True])):
+    with (
+        pytest.raises(NothingRecorded, match=r"RuntimeError: what\?"),
+        record(model, "0", options=RecordOptions(listener=Deaf([True]))),
+    ):
         assert model(torch.ones(1)).item() == 1.0
 
 
@@ -290,7 +297,7 @@ def test_an_interrupt_while_a_copy_is_waited_for_loses_nothing():
     model = nn.Sequential(*(nn.Identity() for _ in range(4)))
     with record(model, "*") as rec:
         model(torch.ones(1))
-        point, moment, copy, *rest = rec._pending[2]
+        point, moment, copy, *rest = rec._sink.pending.records[2]
         asked = []
 
         def interrupted():
@@ -299,10 +306,10 @@ def test_an_interrupt_while_a_copy_is_waited_for_loses_nothing():
                 raise KeyboardInterrupt
             return copy()
 
-        rec._pending[2] = (point, moment, interrupted, *rest)
+        rec._sink.pending.records[2] = (point, moment, interrupted, *rest)
         with pytest.raises(KeyboardInterrupt):
             rec.take()
-        assert len(rec._pending) == 2
+        assert len(rec._sink.pending.records) == 2
         model(torch.ones(1))
         assert [each.point.name for each in rec.take().records()] == [*"0123", *"0123"]
     assert rec.completeness.records == 8
@@ -321,8 +328,8 @@ def test_what_is_left_is_asked_to_leave_so_that_the_next_call_need_not_wait_for_
     model, slow = nn.Identity(), Slow()
     with record(model, ".") as rec:
         model(torch.ones(1))
-        point, moment, _, *rest = rec._pending[0]
-        rec._pending[0] = (point, moment, slow, *rest)
+        point, moment, _, *rest = rec._sink.pending.records[0]
+        rec._sink.pending.records[0] = (point, moment, slow, *rest)
         assert len(rec.take(leave=1)) == 0
         assert slow.left == 1
         assert len(rec.take()) == 1
@@ -383,8 +390,7 @@ def test_a_schedule_may_run_the_model():
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_copy_that_finds_no_memory_is_counted_and_named_and_only_that_one(error, on_disk, tmp_path, monkeypatch):
     model, args = zoo.plain()
-    made = Pool if on_disk else Arena
-    copy, calls = made.copy, []
+    copy, calls = Arena.copy, []
 
     def failing(self, tensor):
         calls.append(tensor)
@@ -392,7 +398,7 @@ def test_a_copy_that_finds_no_memory_is_counted_and_named_and_only_that_one(erro
             raise error
         return copy(self, tensor)
 
-    monkeypatch.setattr(made, "copy", failing)
+    monkeypatch.setattr(Arena, "copy", failing)
     with record(model, ["0", "2"], to=tmp_path / "run" if on_disk else None, keep="tensor") as rec:
         for _ in range(3):
             model(*args)

@@ -8,11 +8,11 @@ import torch
 from layerscope.errors import BadText, NoSuchPoint
 from layerscope.patterns import Place
 from layerscope.points import Moment, Point
-from layerscope.recorder.taps import Tap, Wish, level_of, plan, taps_of
+from layerscope.recorder.taps import Tap, Want, level_of, plan, taps_of
 from layerscope.schedules import every, first, when
 
 PLACES = [Place(""), Place("a", ("Linear",)), Place("b", ("ReLU",)), Place("c", ("Linear",))]
-DISK = Wish(tensor=True, summary=True, level="full")
+DISK = Want(tensor=True, summary=True, level="full")
 
 
 def planned(taps, *, default=DISK, shared=None, **options):
@@ -98,13 +98,13 @@ def test_a_schedule_that_taps_share_is_asked_once_at_each_moment():
 
 def test_two_taps_on_one_point_add_up():
     both = planned([Tap("a", keep="tensor"), Tap("a", keep="summary", statistics="moments")])
-    assert both.wish((True, True), Point("a")) == Wish(tensor=True, summary=True, level="full")
-    assert both.wish((False, True), Point("a")) == Wish(summary=True, level="moments")
-    assert not both.wish((True, True), Point("b"))
+    assert both.want((True, True), Point("a")) == Want(tensor=True, summary=True, level="full")
+    assert both.want((False, True), Point("a")) == Want(summary=True, level="moments")
+    assert not both.want((True, True), Point("b"))
 
 
 def test_a_leaf_wanted_means_what_lies_under_it():
-    wish = planned("a[1]").wish
+    wish = planned("a[1]").want
     assert not wish((True,), Point("a", leaf=(0,)))
     assert wish((True,), Point("a", leaf=(1, "key")))
 
@@ -119,8 +119,8 @@ def test_operations_are_planned_when_they_run():
     whole = planned(["a", Tap("op:aten.softmax:input")])
     assert whole.op_named("aten.mm.default") is None
     assert whole.op_named("aten._softmax.default") == "aten.softmax"
-    assert whole.wish((True, True), Point("aten.softmax", "input", (0,), op=True))
-    assert not whole.wish((True, True), Point("aten.softmax", "output", op=True))
+    assert whole.want((True, True), Point("aten.softmax", "input", (0,), op=True))
+    assert not whole.want((True, True), Point("aten.softmax", "output", op=True))
     assert whole.expected == [Point("a")]
 
 
@@ -134,22 +134,22 @@ def test_a_request_is_found_again_by_the_very_point_and_by_an_equal_one():
     whole = planned(["a", Tap("op:aten.softmax:input")])
     due, point = (True, True), Point("a", leaf=(0,))
     request = whole.request(due, point)
-    assert request.wish == whole.wish(due, point)
+    assert request.want == whole.want(due, point)
     assert whole.requests(due)[id(point)] is request
     assert whole.request(due, Point("a", leaf=(0,))) is request
     assert len(whole.requests(due)) == 1  # points made for one call are not collected
-    assert whole.request(due, Point("b")).wish is None
-    assert whole.request((False, True), point).wish is None
+    assert whole.request(due, Point("b")).want is None
+    assert whole.request((False, True), point).want is None
 
 
 def test_an_operation_that_turns_up_is_asked_for_in_the_step_under_way():
     whole = planned([Tap("op:aten.softmax:input")])
     under_way, point = whole.requests((True,)), Point("aten.softmax", "input", (0,), op=True)
-    assert whole.request((True,), point).wish is None
+    assert whole.request((True,), point).want is None
     assert whole.op_named("aten._softmax.default") == "aten.softmax"
     assert id(point) not in under_way
-    assert whole.request((True,), point).wish
-    assert under_way[id(point)].wish
+    assert whole.request((True,), point).want
+    assert under_way[id(point)].want
 
 
 # Channels -----------------------------------------------------------------------------------------
@@ -167,19 +167,19 @@ def test_an_operation_that_turns_up_is_asked_for_in_the_step_under_way():
 )
 def test_statistics_are_read_from_their_text(text, level, axis):
     assert level_of(text) == (level, axis)
-    wish = planned([Tap("a", keep="summary", statistics=text)]).wish((True,), Point("a"))
+    wish = planned([Tap("a", keep="summary", statistics=text)]).want((True,), Point("a"))
     assert (wish.level, wish.axis, wish.summary) == (level, axis, True)
 
 
 def test_a_tap_that_asks_for_channels_gets_them_in_memory_too_unless_it_says_what_to_keep():
-    assert planned([Tap("a", statistics="channels")], default=Wish(tensor=True)).wish((True,), Point("a")).summary
-    kept = planned([Tap("a", keep="tensor", statistics="channels")], default=Wish(tensor=True))
-    assert not kept.wish((True,), Point("a")).summary
+    assert planned([Tap("a", statistics="channels")], default=Want(tensor=True)).want((True,), Point("a")).summary
+    kept = planned([Tap("a", keep="tensor", statistics="channels")], default=Want(tensor=True))
+    assert not kept.want((True,), Point("a")).summary
 
 
 def test_taps_that_overlap_add_up_to_channels_but_not_of_two_axes():
     both = planned([Tap("a", keep="summary", statistics="moments"), Tap("a", keep="summary", statistics="channels")])
-    wish = both.wish((True, True), Point("a"))
+    wish = both.want((True, True), Point("a"))
     assert (wish.level, wish.axis) == ("full", -1)
     with pytest.raises(BadText, match="two taps want channels of a:output along axis -1 and axis 1"):
         planned([Tap("a", statistics="channels"), Tap("a", statistics="channels(axis=1)")])

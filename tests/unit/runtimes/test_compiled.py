@@ -95,7 +95,7 @@ def test_in_half_precision_inductor_is_changed_and_rounding_where_the_source_doe
     worst = (plain.double() - tapped.double()).abs().max()
     assert worst > 0, "the case is chosen for an effect"
     assert effect(rec).startswith(f"the taps change the output: max abs {worst:.2e}, ")
-    with ls.record(made, "layers.*", precision_faithful=True) as rec:
+    with ls.record(made, "layers.*", options=ls.RecordOptions(precision_faithful=True)) as rec:
         faithful = made(x)
     assert_same_bits(faithful, eager)
     assert_same_bits(rec["layers.0"], model.layers[0](x))
@@ -305,12 +305,12 @@ def test_the_first_recorded_forward_is_the_one_and_every_recording_has_its_own()
 def test_it_can_be_left_out_and_that_is_said():
     runs = []
     made = torch.compile(block(), backend=counted(runs), fullgraph=True)
-    with ls.record(made, "first", observer="skip") as rec:
+    with ls.record(made, "first", options=ls.RecordOptions(observer="skip")) as rec:
         made(torch.ones(2, 4))
     assert runs == ["tapped"]
     assert effect(rec) == "not measured: observer='skip'"
     with pytest.raises(Unsupported, match="observer='never' is not known; give 'measure' or 'skip'"):
-        ls.record(made, "first", observer="never")
+        ls.record(made, "first", options=ls.RecordOptions(observer="never"))
 
 
 def test_what_was_not_measured_has_its_reason():
@@ -390,21 +390,21 @@ def test_precision_faithful_is_refused_where_it_has_nothing_to_do(tmp_path):
     model, x = block(), torch.ones(2, 4)
     refused = r"precision_faithful=True is for models that torch\.compile runs, and this one runs in "
     with pytest.raises(Unsupported, match=refused + "eager"):
-        ls.record(model, "first", precision_faithful=True)
+        ls.record(model, "first", options=ls.RecordOptions(precision_faithful=True))
     with pytest.raises(Unsupported, match=refused + "torchscript"):
-        ls.record(torch.jit.trace(model, x), "first", precision_faithful=True)
+        ls.record(torch.jit.trace(model, x), "first", options=ls.RecordOptions(precision_faithful=True))
     tapped = ls.compile(model, (x,), backend="torchscript", record_layer_outputs="first")
     with pytest.raises(Unsupported, match=refused + "torchscript, taps compiled in"):
-        ls.record(tapped, "first", precision_faithful=True)
+        ls.record(tapped, "first", options=ls.RecordOptions(precision_faithful=True))
     made = torch.compile(model, backend="aot_eager")
     with pytest.raises(Unsupported, match="a setting of Inductor, and this model is compiled by another backend"):
-        ls.record(made, "first", precision_faithful=True)
+        ls.record(made, "first", options=ls.RecordOptions(precision_faithful=True))
     for backend in ("torchscript", "export", "onnx"):
         with pytest.raises(Unsupported, match=f"a setting of Inductor, and {backend} has none like it"):
             ls.compile(model, (x,), backend=backend, precision_faithful=True)
 
 
 def test_observer_skip_is_accepted_of_every_model():
-    with ls.record(block(), "first", observer="skip") as rec:
+    with ls.record(block(), "first", options=ls.RecordOptions(observer="skip")) as rec:
         rec.model(torch.ones(2, 4))
     assert "observer_effect" not in rec.run.manifest.settings

@@ -119,7 +119,7 @@ def test_a_listener_that_wants_nothing_for_a_while_has_no_hooks_for_as_long():
             self.heard += 1
 
     ear = Ear()
-    with ls.record(model, "**", keep="summary", listener=ear):
+    with ls.record(model, "**", keep="summary", options=ls.RecordOptions(listener=ear)):
         run(model, x, 3)
         assert (hooks_on(model), ear.heard) == (OURS, 0)
         ear.wanted = True

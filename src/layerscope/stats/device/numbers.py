@@ -1,6 +1,6 @@
 """What a device leaves, read as the summaries it stands for.
 
-Gathered.read(sheet)[0].summary("bfloat16", (4, 8))          # once the device has written it
+Results.read(buffer)[0].summary("bfloat16", (4, 8))          # once the device has written it
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerscope.stats.device.slots import Sheet
+from layerscope.stats.device.slots import ResultBuffer
 from layerscope.stats.device.sweeping import HEAD
 from layerscope.stats.sketch import LOWEST, STEPS, Sketch
 from layerscope.stats.summary import Summary
 from layerscope.stats.tensor_views import Array
 
-__all__ = ["Gathered", "Numbers"]
+__all__ = ["Numbers", "Results"]
 
 
 class _Buckets(NamedTuple):
@@ -70,8 +70,8 @@ class Numbers(NamedTuple):
         )  # fmt: skip
 
 
-class Gathered:
-    """The numbers of all tensors on a sheet; each is taken apart when it is asked for."""
+class Results:
+    """The numbers of all tensors on a buffer; each is taken apart when it is asked for."""
 
     def __init__(self, words: Array, used: int, buckets: int) -> None:
         self._heads = words[: HEAD * used].reshape(used, HEAD)
@@ -79,9 +79,9 @@ class Gathered:
         self._wide = buckets > 1 << 15
 
     @classmethod
-    def read(cls, sheet: Sheet) -> Gathered:
-        """Copy a sheet's heads, and of the list as much as there is; the device has written them."""
-        words, used, buckets, _ = sheet
+    def read(cls, buffer: ResultBuffer) -> Results:
+        """Copy a buffer's heads, and of the list as much as there is; the device has written them."""
+        words, used, buckets, _ = buffer
         there: Array = words.numpy()
         listed = int(there[13 : HEAD * used : HEAD].sum()) if buckets else 0  # which does not let go of the interpreter
         return cls(there[: HEAD * used + listed].copy(), used, buckets)

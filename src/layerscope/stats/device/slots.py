@@ -3,8 +3,8 @@
 slots = Slots(device, "full", stream)          # room for the numbers of several tensors
 start = slots.starting(tensor.dtype)
 start(0, tensor.data_ptr(), tensor.numel())    # one launch on the model's stream
-sheet = slots.sheet(1)
-slots.gather(sheet)                            # one more, for all of them, straight to the host
+buffer = slots.buffer(1)
+slots.gather(buffer)                            # one more, for all of them, straight to the host
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layerscope.stats.fingerprints import WEIGHTS
 from layerscope.stats.launching import ANY, Launching, launching
 from layerscope.stats.tensor_views import Array, byte_values
 
-__all__ = ["KINDS", "MOST", "Level", "Sheet", "Slots", "Start", "StartAll", "on", "prepare", "takes", "worth_on"]
+__all__ = ["KINDS", "MOST", "Level", "ResultBuffer", "Slots", "Start", "StartAll", "on", "prepare", "takes", "worth_on"]
 
 
 class _Kind(NamedTuple):
@@ -72,7 +72,7 @@ def prepare(device: torch.device, dtypes: Iterable[torch.dtype], level: Level) -
             _gathering(device, _buckets(level, wide=dtype is torch.float64))
 
 
-class Sheet(NamedTuple):
+class ResultBuffer(NamedTuple):
     """What a gathering leaves on the host: a head for each tensor and, behind them, one list of all their buckets.
 
     It is as long as the list can be, though most of that is hardly ever written to.
@@ -88,7 +88,7 @@ class Slots:
     """Room on one stream of one device for the numbers of `size` tensors of one level; float64's buckets take more.
 
     Whoever calls sees to it that a slot is started once between two calls of `gather`, which empties them all: what is
-    launched later on one stream runs later. A sheet is a little less than 32 MiB with sketches, 16 with those of
+    launched later on one stream runs later. A buffer is a little less than 32 MiB with sketches, 16 with those of
     float64, and 128 KiB without: page-locked memory comes in powers of two.
     """
 
@@ -108,17 +108,17 @@ class Slots:
         self._programs = _most_programs(device)
         self._gather = _gathering(device, self._buckets)(stream)
 
-    def sheet(self, used: int) -> Sheet:
-        """Return a sheet for the first `used` slots, in memory that is got now."""
+    def buffer(self, used: int) -> ResultBuffer:
+        """Return a buffer for the first `used` slots, in memory that is got now."""
         size, is_locked = self.size * (HEAD + self._buckets), self._device.type == "cuda"
         words = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=is_locked)
-        return Sheet(words, used, self._buckets, words.data_ptr())
+        return ResultBuffer(words, used, self._buckets, words.data_ptr())
 
-    def gather(self, sheet: Sheet) -> None:
-        """Launch the gathering of as many slots as the sheet is for; its memory must live until that has run."""
+    def gather(self, buffer: ResultBuffer) -> None:
+        """Launch the gathering of as many slots as the buffer is for; its memory must live until that has run."""
         turns = self._turns
         self._turns = turns[1], turns[0]
-        self._gather(*self._lying, *turns, sheet.address, sheet.used)
+        self._gather(*self._lying, *turns, buffer.address, buffer.used)
 
     def starting(self, dtype: torch.dtype) -> Start:
         """Return the launch of a sweep, with as little as possible left to do in it: slot, address, number of items.

@@ -248,7 +248,7 @@ def _sweep(
     stop = tl.minimum(start + tiles * tile, count)
     whole = start + (stop - start) // tile * tile
     rows = tl.arange(0, threads)
-    lanes = rows[:, None] * vector + tl.arange(0, vector)[None, :]
+    transfers = rows[:, None] * vector + tl.arange(0, vector)[None, :]
 
     power = tl.full([], 0, tl.int64)
     scale = 1.0
@@ -258,8 +258,8 @@ def _sweep(
         scale = ((power + 1023) << 52).to(tl.float64, bitcast=True)
 
     # Scout the first tile for a centre and for the window of the buckets.
-    within = start + lanes < stop
-    bits = bits_of(tl.load(items + start + lanes, mask=within, other=0), worth, kind)
+    within = start + transfers < stop
+    bits = bits_of(tl.load(items + start + transfers, mask=within, other=0), worth, kind)
     finite = within & ((bits & (sign - 1)) < infinity)
     value = tl.where(finite, _values(bits, scale, kind) * lift, 0.0)
     known = tl.sum(tl.sum(finite.to(tl.int32), 1), 0)
@@ -282,7 +282,7 @@ def _sweep(
             tl.inline_asm_elementwise(_DECLARE, "=r,r", [rows], tl.int32, is_pure=False, pack=1)
             tl.inline_asm_elementwise(_CLEAR, "=r,r", [bins + (bins >> 11)], tl.int32, is_pure=False, pack=1)
             tl.debug_barrier()
-        weight = tl.load(weights + lanes % _PERIOD)
+        weight = tl.load(weights + transfers % _PERIOD)
 
     nothing = tl.zeros([threads], integer).to(word, bitcast=True)
     least = (nothing + (sign - 1) + 1).to(integer, bitcast=True)
@@ -298,7 +298,7 @@ def _sweep(
     placed = tl.zeros([threads], tl.uint64)
 
     for at in tl.range(start, whole, tile, loop_unroll_factor=unroll):  # several loads under way instead of one
-        raw = tl.load(items + at + lanes)
+        raw = tl.load(items + at + transfers)
         bits = bits_of(raw, worth, kind)
         item = _values(bits, scale, kind) if wide else bits.to(tl.float32, bitcast=True)
         away = item - centre
@@ -330,8 +330,8 @@ def _sweep(
         largest = tl.where(spoiled, nothing, largest)
         smallest = tl.where(spoiled, nothing - 1, smallest)
     for at in tl.range(begin, stop, tile):
-        within = at + lanes < stop
-        raw = tl.load(items + at + lanes, mask=within, other=0)
+        within = at + transfers < stop
+        raw = tl.load(items + at + transfers, mask=within, other=0)
         bits = bits_of(raw, worth, kind)
         size = bits & (sign - 1)
         finite = within & (size < infinity)
@@ -399,11 +399,11 @@ def _sweep(
 @jit
 def gather(
     slots: tl.tensor, tables: tl.tensor, cursor: tl.tensor, next_cursor: tl.tensor,
-    sheet: tl.tensor, size: tl.constexpr,
+    buffer: tl.tensor, size: tl.constexpr,
 ) -> None:  # fmt: skip
     """Join the programs' numbers of one slot and list its occupied buckets behind those of others; empty its table.
 
-    A sheet is the heads of all slots and, behind them, the list: of each bucket the place in the lower half of a word
+    A buffer is the heads of all slots and, behind them, the list: of each bucket the place in the lower half of a word
     and the count in the upper. A head is 0 mean, 1 sum of squared distances from it, 2 sum of magnitudes, 3 finite,
     4 lowest, 5 highest, 6 zeros, 7 nan, 8 +inf, 9 -inf, 10 and 11 fingerprints, 12 the power of two, 13 how many
     buckets, 14 where in the list they begin, 16-25 the first values.
@@ -426,7 +426,7 @@ def gather(
     magnitude = tl.sum(tl.load(row + 2, mask=on, other=0).to(tl.float64, bitcast=True), 0)
     lowest = tl.min(tl.load(row + 5, mask=on, other=0x7FFFFFFFFFFFFFFF), 0)
     highest = tl.max(tl.load(row + 6, mask=on, other=-0x7FFFFFFFFFFFFFFF), 0)
-    head = sheet + index * _HEAD
+    head = buffer + index * _HEAD
     tl.store(head, mean.to(tl.int64, bitcast=True))
     tl.store(head + 1, spread.to(tl.int64, bitcast=True))
     tl.store(head + 2, magnitude.to(tl.int64, bitcast=True))
@@ -444,7 +444,7 @@ def gather(
     if size > 0:
         block = tl.arange(0, 8192)
         table = tables + index * size
-        listed = sheet + tl.num_programs(0) * _HEAD
+        listed = buffer + tl.num_programs(0) * _HEAD
         for start in tl.range(0, size, 8192):
             buckets += tl.sum((tl.load(table + start + block) > 0).to(tl.int32), 0)
         begin = tl.atomic_add(cursor, buckets, sem="relaxed")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layerscope.stats import summarize
-from layerscope.stats.device import Gathered, Sheet
+from layerscope.stats.device import ResultBuffer, Results
 
 
 def left_by_a_device(values, *, wide=False, power=0):
@@ -33,7 +33,7 @@ def left_by_a_device(values, *, wide=False, power=0):
 
 
 def read(*parts, wide=False, full=True):
-    """Put several tensors' parts on one sheet, their lists in reverse, and read it."""
+    """Put several tensors' parts on one buffer, their lists in reverse, and read it."""
     buckets = (1 << (18 if wide else 15)) if full else 0
     words = np.full(len(parts) * (32 + buckets), -1)  # what nobody has written to
     at, listed = 0, words[len(parts) * 32 :]
@@ -43,7 +43,7 @@ def read(*parts, wide=False, full=True):
         head[13], head[14] = size, at
         words[number * 32 : (number + 1) * 32] = head
         at += size
-    return Gathered.read(Sheet(torch.from_numpy(words), len(parts), buckets, address=0))
+    return Results.read(ResultBuffer(torch.from_numpy(words), len(parts), buckets, address=0))
 
 
 @pytest.mark.parametrize(

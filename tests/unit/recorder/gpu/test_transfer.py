@@ -1,4 +1,4 @@
-"""What a lane does with its memory, its flights and its thread; the device is played.
+"""What a transfer does with its memory, its batches and its thread; the device is played.
 
 Copies themselves need a device (tests/runtimes/test_cuda.py).
 """
@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from layerscope.recorder import cargo, lanes, pinned
-from layerscope.recorder.cargo import Arrival, Carried
-from layerscope.recorder.pinned import Pinned
+from layerscope.recorder.gpu import batches, pinned_pool
+from layerscope.recorder.gpu import transfer as transfers
+from layerscope.recorder.gpu.batches import Arrival, ThreadBatch
+from layerscope.recorder.gpu.pinned_pool import PinnedPool
 
 CHUNK = 1 << 16
-LARGE = lanes._SMALL + 4
+LARGE = CHUNK + 4
 
 
 class Stream:
@@ -61,23 +62,23 @@ class Event:
 
 
 class Queue(SimpleQueue):
-    """Raises Empty where the lane's thread would wait."""
+    """Raises Empty where the transfer's thread would wait."""
 
     def get(self):
         return super().get_nowait()
 
 
 class Device:
-    """A device whose lane's thread works when told to."""
+    """A device whose transfer's thread works when told to."""
 
     def __init__(self, monkeypatch, budget):
         self.streams = {number: Stream(number=number) for number in range(3)}
         self.current, self.is_capturing = 0, False
         self.fails = False
-        self.lane = None
+        self.transfer = None
         kind = type("Event", (Event,), {})  # with a count of its own
         self.events = kind
-        monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
+        monkeypatch.setattr(pinned_pool, "_CHUNK", CHUNK)
         for name, value in {
             "mem_get_info": lambda device: (8 << 30, 8 << 30),
             "Stream": Stream,
@@ -96,18 +97,18 @@ class Device:
             "current_stream": lambda place: self.current,
             "is_capturing": lambda: self.is_capturing,
             "SimpleQueue": Queue,
-            "Pinned": lambda **told: Pinned(budget, allocate=self.allocate, **told),
+            "PinnedPool": lambda **told: PinnedPool(budget, allocate=self.allocate, **told),
         }.items():
-            monkeypatch.setattr(lanes, name, value)
-        for module in (cargo, lanes):
+            monkeypatch.setattr(transfers, name, value)
+        for module in (batches, transfers):
             monkeypatch.setattr(module, "Event", kind)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         with monkeypatch.context() as patched:
             patched.setattr(
-                lanes.threading, "Thread", lambda **told: SimpleNamespace(start=lambda: None, join=lambda: None)
+                transfers.threading, "Thread", lambda **told: SimpleNamespace(start=lambda: None, join=lambda: None)
             )
-            self.lane = lanes.Lane(torch.device("cuda", 0))
-        monkeypatch.setattr(lanes, "_lanes", {0: self.lane})
+            self.transfer = transfers.Transfer(torch.device("cuda", 0))
+        monkeypatch.setattr(transfers, "_transfers", {0: self.transfer})
 
     def allocate(self, size):
         if self.fails:
@@ -115,23 +116,24 @@ class Device:
         return torch.zeros(size, dtype=torch.uint8)
 
     def work(self):
-        """Have the lane's thread do all that it was given."""
+        """Have the transfer's thread do all that it was given."""
         with suppress(Empty):
-            self.lane._carry()
+            self.transfer._run()
 
-    def land(self, stream=0):
-        """Have all copies of a stream land."""
-        self.streams[stream].done = self.streams[stream].queued
+    def land(self):
+        """Have all copies land."""
+        self.transfer.side.done = self.transfer.side.queued
 
-    def fly(self, size=1000):
-        """Bring a tensor of so many bytes; None where there is no room."""
-        arrival = Arrival(torch.uint8, torch.Size([size]), unwanted)
-        return arrival if self.lane._let_fly(arrival, 0, size) else None
+    def copy(self, size=1000):
+        """Bring a tensor of so many bytes; None where no page-locked memory is free."""
+        arrival = Arrival(torch.uint8, torch.Size([size]), transfers.ordinary)
+        self.transfer.add(arrival, torch.zeros(size, dtype=torch.uint8))
+        return arrival if arrival.landing is not None else None
 
     def send(self, *sizes):
         """Bring what was staged together; return what each was told."""
         staged = [Piece(size) for size in sizes]
-        self.lane.send_all(torch.zeros(sum(sizes), dtype=torch.uint8), staged, self.current)
+        self.transfer.send_all(torch.zeros(sum(sizes), dtype=torch.uint8), staged, self.current)
         return [one.arrival for one in staged]
 
 
@@ -145,7 +147,7 @@ class Piece:
 
 
 def unwanted(size):
-    raise AssertionError("what flies needs no room of the caller's")
+    raise AssertionError("what page-locked memory is free for needs no room of the caller's")
 
 
 @pytest.fixture
@@ -156,8 +158,8 @@ def device(monkeypatch):
 
 @pytest.fixture
 def ready(device):
-    """One whose lane has been prepared."""
-    device.lane.prepare()
+    """One whose transfer has been prepared."""
+    device.transfer.prepare()
     return device
 
 
@@ -166,13 +168,13 @@ def ready(device):
 
 def test_each_device_has_streams_memory_and_a_thread_of_its_own(device, monkeypatch):
     started = []
-    monkeypatch.setattr(lanes, "_lanes", {})
+    monkeypatch.setattr(transfers, "_transfers", {})
     kept = SimpleNamespace(start=lambda: None, join=lambda: None)
-    monkeypatch.setattr(lanes.threading, "Thread", lambda **told: started.append(told["name"]) or kept)
-    one, other = (lanes.lane_of(torch.device("cuda", place)) for place in (0, 1))
-    assert lanes.lane_of(torch.device("cuda", 1)) is other
+    monkeypatch.setattr(transfers.threading, "Thread", lambda **told: started.append(told["name"]) or kept)
+    one, other = (transfers.transfer_of(torch.device("cuda", place)) for place in (0, 1))
+    assert transfers.transfer_of(torch.device("cuda", 1)) is other
     assert started == ["layerscope-cuda:0", "layerscope-cuda:1"]
-    assert len({id(stream) for lane in (one, other) for stream in (lane._stream, lane.side)}) == 4
+    assert len({id(stream) for transfer in (one, other) for stream in (transfer._stream, transfer.side)}) == 4
     one.prepare()
     assert one.pinned.total == 2 * CHUNK
     assert other.pinned.total == 0
@@ -181,102 +183,101 @@ def test_each_device_has_streams_memory_and_a_thread_of_its_own(device, monkeypa
 
 def test_a_tensor_leaves_with_its_own_device_current_whichever_was(ready, monkeypatch):
     entered = []
-    monkeypatch.setattr(lanes, "is_current", lambda place: False)
+    monkeypatch.setattr(transfers, "is_current", lambda place: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
     arrival = Arrival(torch.uint8, torch.Size([100]), unwanted)
-    ready.lane.board(arrival, torch.zeros(100, dtype=torch.uint8))
+    ready.transfer.add(arrival, torch.zeros(100, dtype=torch.uint8))
     assert entered == [torch.device("cuda", 0)]
-    assert arrival.cargo is not None
+    assert arrival.batch is not None
 
 
 # The end of a step -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_lanes_hear_that_a_step_has_ended_unless_a_graph_is_captured(capturing, ready):
+def test_transfers_hear_that_a_step_has_ended_unless_a_graph_is_captured(capturing, ready):
     ready.current = 1
-    arrival = ready.fly()
+    arrival = ready.copy()
     ready.is_capturing = capturing
-    lanes.rest()
-    assert arrival.cargo.over is not capturing
-    assert (ready.lane.flight is None) is not capturing
-    assert ready.events.asked == 0
-    assert ready.streams[1].queued == (not capturing)
+    transfers.end_step()
+    assert arrival.batch.step_over is not capturing
+    assert (ready.transfer.loading is None) is not capturing
+    assert ready.events.asked == (not capturing)
 
 
 def test_the_end_of_a_step_on_another_device_that_captures_is_not_heard(ready, monkeypatch):
-    monkeypatch.setattr(lanes, "is_alone", lambda: False)
-    ready.fly()
-    ready.is_capturing = True  # a stream of the device that is current, and not the lane's
-    lanes.rest()
-    assert ready.lane.flight is not None
+    ready.copy()
+    monkeypatch.setattr(transfers, "is_alone", lambda: False)
+    ready.is_capturing = True  # a stream of the device that is current, and not the transfer's
+    transfers.end_step()
+    assert ready.transfer.loading is not None
 
 
 class Told:
-    """A flight that notes what it is asked."""
+    """A loading that notes what it is asked."""
 
     origin, beside = None, False
 
     def __init__(self):
         self.asked = []
 
-    def depart(self, *streams):
+    def mark(self, stream):
         raise RuntimeError("no event could be made")
 
     def finish(self, error=None):
         self.asked.append(error)
 
 
-def test_a_flight_whose_end_cannot_be_marked_is_not_waited_for():
-    lane, flight = lanes.Lane.__new__(lanes.Lane), Told()
-    lane.flight, lane._flying, lane.side = flight, deque(), None
+def test_a_batch_whose_end_cannot_be_marked_is_not_waited_for():
+    transfer, loading = transfers.Transfer.__new__(transfers.Transfer), Told()
+    transfer.loading, transfer._under_way, transfer.side = loading, deque(), None
     with pytest.raises(RuntimeError, match="no event could be made"):
-        lane._depart()
-    assert [str(error) for error in flight.asked] == ["no event could be made"]
-    assert (lane.flight, list(lane._flying)) == (None, [])
+        transfer._send_pinned()
+    assert [str(error) for error in loading.asked] == ["no event could be made"]
+    assert (transfer.loading, list(transfer._under_way)) == (None, [])
 
 
 # Memory ------------------------------------------------------------------------------------------
 
 
-def test_the_first_tensors_of_a_prepared_lane_fly(ready):
-    assert ready.lane.pinned.total == 2 * CHUNK
+def test_the_first_tensors_of_a_prepared_transfer_go_to_page_locked_memory(ready):
+    assert ready.transfer.pinned.total == 2 * CHUNK
     assert all(arrival.landing is not None for arrival in ready.send(1000, 2000))
-    ready.lane.prepare()
-    assert ready.lane.pinned.total == 2 * CHUNK
+    ready.transfer.prepare()
+    assert ready.transfer.pinned.total == 2 * CHUNK
 
 
-def test_a_lane_that_was_not_prepared_gets_memory_though_nothing_was_carried(device):
+def test_a_transfer_that_was_not_prepared_gets_memory_though_nothing_was_carried(device):
     [arrival] = device.send(1000)
     assert (arrival.landing, arrival.clone.nbytes) == (None, 1000)  # the thread brings it
-    assert device.fly() is None
+    assert device.copy() is None
     device.work()
     assert device.send(1000)[0].landing is not None
-    assert device.fly() is not None
+    assert device.copy() is not None
 
 
 def test_a_chunk_that_runs_out_has_a_successor_by_then_up_to_the_budget(ready):
     kept = []
     for _ in range(8 * 4):  # four to a chunk
-        kept.append(ready.fly(CHUNK // 4))
+        kept.append(ready.copy(CHUNK // 4))
         ready.work()
-        assert ready.lane.pinned.total <= 8 * CHUNK
+        assert ready.transfer.pinned.total <= 8 * CHUNK
     assert all(arrival is not None for arrival in kept)
-    assert ready.fly(CHUNK // 4) is None
-    assert ready.lane._queue.empty()  # nothing is asked for that cannot be had
+    assert ready.copy(CHUNK // 4) is None
+    assert ready.transfer._queue.empty()  # nothing is asked for that cannot be had
 
 
 @pytest.mark.parametrize("behind", [0, 1, 5, 30])
 def test_steps_whose_values_are_let_go_of_use_the_same_memory_again(ready, behind):
     flown, totals = [], []
     for step in range(300):
-        flown.append(ready.fly(CHUNK // 10) is not None)
-        lanes.rest()
-        ready.streams[0].done = max(0, ready.streams[0].queued - behind)
+        flown.append(ready.copy(CHUNK // 10) is not None)
+        transfers.end_step()
+        ready.transfer.side.done = max(0, ready.transfer.side.queued - behind)
         ready.work()
         gc.collect(0)
         if step >= 100:
-            totals.append(ready.lane.pinned.total)
+            totals.append(ready.transfer.pinned.total)
     assert all(flown)
     assert len(set(totals)) == 1
     assert totals[0] <= (3 + behind // 10) * CHUNK
@@ -284,183 +285,162 @@ def test_steps_whose_values_are_let_go_of_use_the_same_memory_again(ready, behin
 
 def test_memory_is_not_used_again_before_the_copies_have_landed(monkeypatch):
     device = Device(monkeypatch, 2 * CHUNK)
-    device.lane.prepare()
+    device.transfer.prepare()
     for _ in range(2):
-        assert device.fly(CHUNK) is not None  # and let go of at once
-        lanes.rest()
-    assert device.fly(CHUNK) is None
+        assert device.copy(CHUNK) is not None  # and let go of at once
+        transfers.end_step()
+    assert device.copy(CHUNK) is None
     device.land()
-    assert device.fly(CHUNK) is not None
+    assert device.copy(CHUNK) is not None
 
 
 def test_a_small_copy_before_a_large_one_in_every_step_needs_no_more_memory(ready):
     for _ in range(300):
-        assert ready.fly(64) is not None
-        assert ready.fly(CHUNK // 5) is not None
-        lanes.rest()
+        assert ready.copy(64) is not None
+        assert ready.copy(CHUNK // 5) is not None
+        transfers.end_step()
         ready.land()
         ready.work()
-    assert ready.lane.pinned.total <= 3 * CHUNK
+    assert ready.transfer.pinned.total <= 3 * CHUNK
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_memory_that_cannot_be_had_is_said_once_and_leaves_the_lane_alive(device, prepared, caplog):
+def test_memory_that_cannot_be_had_is_said_once_and_leaves_the_transfer_alive(device, prepared, caplog):
     device.fails = True
     with caplog.at_level(logging.WARNING, "layerscope"):
         if prepared:
-            device.lane.prepare()
+            device.transfer.prepare()
         for _ in range(3):
-            assert device.fly() is None
+            assert device.copy() is None
             device.work()
     assert [r.getMessage() for r in caplog.records] == [
         "no more page-locked memory for copies from cuda:0, which are slower without: "
         "RuntimeError: CUDA error: out of memory"
     ]
     arrival = Arrival(torch.uint8, torch.Size([4]), lambda size: np.empty(size, np.uint8))
-    device.lane.copy = lambda pairs, after: [np.copyto(octets, clone.numpy()) for clone, octets in pairs]
-    device.lane.board(arrival, torch.arange(4, dtype=torch.uint8))
+    device.transfer.copy = lambda pairs, after: [np.copyto(octets, clone.numpy()) for clone, octets in pairs]
+    device.transfer.add(arrival, torch.arange(4, dtype=torch.uint8))
     arrival.leave()
     device.work()
     assert arrival().tolist() == [0, 1, 2, 3]
 
 
-# Flights -----------------------------------------------------------------------------------------
+# Batches -----------------------------------------------------------------------------------------
 
 
 def test_what_an_earlier_step_left_does_not_wait_for_a_later_one(ready):
-    arrivals, ends = [], []
+    arrivals, ends, side = [], [], ready.transfer.side
     for _ in range(5):
-        arrivals.append(ready.fly(100))
-        lanes.rest()
-        ends.append(ready.streams[0].queued)
-    ready.streams[0].done = ends[3]
+        arrivals.append(ready.copy(100))
+        transfers.end_step()
+        ends.append(side.queued)
+    side.done = ends[3]
     for arrival in arrivals[:4]:
         arrival()
-    assert ready.streams[0].done == ends[3]
+    assert side.done == ends[3]
     arrivals[4]()
-    assert ready.streams[0].done == ends[4]
+    assert side.done == ends[4]
 
 
-def test_small_flights_are_seldom_asked_about_and_their_events_are_used_again(ready):
-    made = ready.events.made
-    for _ in range(800):
-        ready.fly(10)
-        lanes.rest()
-        ready.land()
-        ready.work()
-    assert ready.events.asked <= 800 / 4
-    assert ready.events.made - made <= lanes._FEW + 1
-    assert len(ready.lane._flying) <= lanes._FEW
-
-
-def test_what_has_arrived_stays_so_when_its_event_marks_another_flight(ready):
+def test_batches_that_have_landed_are_forgotten_and_stay_so(ready):
     arrivals = []
-    for _ in range(lanes._FEW + 1):
-        arrivals.append(ready.fly(10))
-        lanes.rest()
+    for _ in range(100):
+        arrivals.append(ready.copy(10))
+        transfers.end_step()
         ready.land()
-    assert ready.lane.spare
-    for _ in range(lanes._FEW):
-        arrivals.append(ready.fly(10))
-        lanes.rest()  # and does not land
-    done = ready.streams[0].done
-    assert [arrival.has_arrived for arrival in arrivals] == [True] * (lanes._FEW + 1) + [False] * lanes._FEW
+    late = ready.copy(10)
+    transfers.end_step()  # and does not land
+    done = ready.transfer.side.done
+    assert len(ready.transfer._under_way) == 1
+    assert [arrival.has_arrived for arrival in [*arrivals, late]] == [True] * 100 + [False]
     assert arrivals[0]().shape == (10,)
-    assert ready.streams[0].done == done  # nobody has waited
-    arrivals[-1]()
-    assert ready.streams[0].done == ready.streams[0].queued
-    assert all(arrival.has_arrived for arrival in arrivals)
+    assert ready.transfer.side.done == done  # nobody has waited
+    late()
+    assert ready.transfer.side.done == ready.transfer.side.queued
 
 
-def test_one_stream_does_not_speak_for_another(ready):
+def test_a_batch_of_another_stream_begins_behind_that_stream(ready):
     ready.current = 1
-    first = ready.fly(10)
-    for _ in range(3 * lanes._FEW):
-        ready.current = 2
-        ready.fly(10)
-        lanes.rest()
-        ready.land(2)
-    assert not first.has_arrived
-    assert ready.lane._flying[0] is first.cargo
-    ready.land(1)
-    ready.fly(10)
-    lanes.rest()
-    assert first.has_arrived
-    assert first.cargo not in ready.lane._flying
+    first = ready.copy(10)
+    ready.current = 2
+    second = ready.copy(10)
+    assert first.batch is not second.batch
+    assert (first.batch.step_over, first.batch.origin, second.batch.origin) == (True, *map(ready.streams.get, (1, 2)))
+    assert [ready.streams[number].queued for number in (1, 2)] == [1, 1]  # a mark for the side stream to wait for
 
 
-@pytest.mark.parametrize("occasion", ["when the next flight begins", "when it departs", "when others are sent"])
-def test_clones_beside_are_let_go_of_at_the_next_occasion(occasion, monkeypatch):
+@pytest.mark.parametrize("occasion", ["when the next one is copied", "when the step ends", "when others are sent"])
+def test_clones_are_let_go_of_at_the_next_occasion(occasion, monkeypatch):
     device = Device(monkeypatch, 4 * LARGE)
-    lane = device.lane
-    monkeypatch.setattr(pinned, "_CHUNK", 2 * LARGE)  # so that the next one needs no other chunk
-    lane.prepare()
+    transfer = device.transfer
+    monkeypatch.setattr(pinned_pool, "_CHUNK", 2 * LARGE)  # so that the next one needs no other chunk
+    transfer.prepare()
     arrival = Arrival(torch.uint8, torch.Size([LARGE]), unwanted)
-    lane.board(arrival, torch.zeros(LARGE, dtype=torch.uint8))
-    lanes.rest()
+    transfer.add(arrival, torch.zeros(LARGE, dtype=torch.uint8))
+    transfers.end_step()
+    device.streams[0].done = device.streams[0].queued
+    assert (transfer._held, arrival.has_arrived) == (LARGE, False)  # the side stream has not come so far
+    if occasion == "when the step ends":
+        device.copy(10)
+        assert transfer._held == LARGE + 10
     device.land()
-    assert (lane._held, arrival.has_arrived) == (LARGE, False)  # the side stream has not come so far
-    if occasion == "when it departs":
-        device.fly(10)
-        assert lane._held == LARGE
-    lane.side.done = lane.side.queued
-    if occasion == "when it departs":
-        lanes.rest()
+    if occasion == "when the step ends":
+        transfers.end_step()
     elif occasion == "when others are sent":
         device.send(10)
     else:
-        device.fly(10)
-    assert (lane._held, arrival.has_arrived) == (0, True)
-    assert occasion == "when others are sent" or len(lane.spare) == 2  # those take them at once
+        device.copy(10)
+    assert transfer._held == (0 if occasion == "when others are sent" else 10)
+    assert arrival.has_arrived
 
 
 # The thread --------------------------------------------------------------------------------------
 
 
-class Sack(Carried):
+class Call(ThreadBatch):
     """Something that the thread unloads by a call of its own; it takes up no room on the device."""
 
     def __init__(self, device, unload=lambda: None):
-        super().__init__(device.lane, device.streams[1])
+        super().__init__(device.transfer, device.streams[1])
         self.unload = unload
 
     leave = unload = None
 
 
-def test_a_cargo_is_ready_when_its_stream_has_come_as_far_as_it_is_now(device):
-    sack = Sack(device)
-    device.lane.send(sack)
-    assert (sack.ready.stream, sack.ready.at) == (device.streams[1], 1)
+def test_a_batch_is_ready_when_its_stream_has_come_as_far_as_it_is_now(device):
+    batch = Call(device)
+    device.transfer.send(batch)
+    assert (batch.ready.stream, batch.ready.at) == (device.streams[1], 1)
     device.work()
-    assert sack.is_finished
+    assert batch.is_finished
 
 
 @pytest.fixture
 def carrying(device, monkeypatch):
     """What the thread asks of the device for two tensors of six and five bytes, four at a time."""
     asked = []
-    monkeypatch.setattr(lanes, "_STAGE", 4)
+    monkeypatch.setattr(transfers, "_STAGE", 4)
     monkeypatch.setattr(device.events, "wait", lambda event, stream: asked.append((event, stream)))
 
     def land(staged):
         asked.append([part[1].tolist() for part in staged])
         staged.clear()
 
-    monkeypatch.setattr(device.lane, "_land", land)
+    monkeypatch.setattr(device.transfer, "_land", land)
     device.current = 1
     arrivals = [Arrival(torch.uint8, torch.Size([size]), lambda size: np.empty(size, np.uint8)) for size in (6, 5)]
     for arrival in arrivals:
-        device.lane.board(arrival, torch.arange(arrival.shape[0], dtype=torch.uint8))
-    trip = device.lane.trip
+        device.transfer.add(arrival, torch.arange(arrival.shape[0], dtype=torch.uint8))
+    clones = device.transfer.clones
     arrivals[0].leave()
-    return SimpleNamespace(asked=asked, arrivals=arrivals, trip=trip)
+    return SimpleNamespace(asked=asked, arrivals=arrivals, clones=clones)
 
 
 def test_clones_are_copied_behind_the_work_that_made_them(device, carrying):
     device.work()
-    began = carrying.trip.ready, device.lane._stream
+    began = carrying.clones.ready, device.transfer._stream
     assert carrying.asked == [began, [[0, 1, 2, 3]], [[4, 5], [0, 1]], [[2, 3, 4]]]
-    assert carrying.trip.ready.stream is device.streams[1]
+    assert carrying.clones.ready.stream is device.streams[1]
 
 
 def test_nothing_is_copied_where_the_stream_cannot_wait_for_that_work(device, carrying, monkeypatch):
@@ -472,12 +452,12 @@ def test_nothing_is_copied_where_the_stream_cannot_wait_for_that_work(device, ca
     for arrival in carrying.arrivals:
         with pytest.raises(RuntimeError, match="did not arrive from the device: CUDA error 400"):
             arrival()
-    assert (carrying.asked, device.lane._held) == ([], 0)
+    assert (carrying.asked, device.transfer._held) == ([], 0)
 
 
-def test_a_trip_that_cannot_be_sent_is_not_waited_for(device, monkeypatch):
+def test_clones_that_cannot_be_sent_is_not_waited_for(device, monkeypatch):
     arrival = Arrival(torch.uint8, torch.Size([4]), lambda size: np.empty(size, np.uint8))
-    device.lane.board(arrival, torch.arange(4, dtype=torch.uint8))
+    device.transfer.add(arrival, torch.arange(4, dtype=torch.uint8))
 
     def refuse(event, stream):
         raise RuntimeError("CUDA error 2")
@@ -488,20 +468,20 @@ def test_a_trip_that_cannot_be_sent_is_not_waited_for(device, monkeypatch):
             arrival.leave()
     with pytest.raises(RuntimeError, match="did not arrive from the device: CUDA error 2"):
         arrival()
-    assert device.lane._held == 0
+    assert device.transfer._held == 0
 
 
 def test_what_goes_wrong_in_the_thread_is_told_to_who_waits_and_the_next_is_unloaded(device):
     def fail():
         raise RuntimeError("CUDA error 400")
 
-    sack = Sack(device, fail)
-    device.lane.send(sack)
+    batch = Call(device, fail)
+    device.transfer.send(batch)
     device.work()
     with pytest.raises(RuntimeError, match="did not arrive from the device: CUDA error 400"):
-        sack.wait()
-    after = Sack(device)
-    device.lane.send(after)
+        batch.wait()
+    after = Call(device)
+    device.transfer.send(after)
     device.work()
     after.wait()
 
@@ -510,20 +490,20 @@ def test_what_went_wrong_in_the_thread_is_known_and_holds_nothing(device):
     held = []
 
     def fail():
-        sheet = np.zeros(4)
-        held.append(weakref.ref(sheet))
+        buffer = np.zeros(4)
+        held.append(weakref.ref(buffer))
         raise RuntimeError("CUDA error 400")
 
-    sack = Sack(device, fail)
-    device.lane.send(sack)
+    batch = Call(device, fail)
+    device.transfer.send(batch)
     device.work()
-    assert str(sack._error) == "CUDA error 400"
+    assert str(batch._error) == "CUDA error 400"
     assert held[0]() is None
 
 
-def test_a_cargo_without_clones_does_not_ask_for_the_lock_that_a_model_may_hold(device, monkeypatch):
-    monkeypatch.setattr(device.lane, "_changed", None)
-    sack = Sack(device)
-    device.lane.send(sack)
+def test_a_batch_without_clones_does_not_ask_for_the_lock_that_a_model_may_hold(device, monkeypatch):
+    monkeypatch.setattr(device.transfer, "_changed", None)
+    batch = Call(device)
+    device.transfer.send(batch)
     device.work()
-    assert sack.is_finished
+    assert batch.is_finished

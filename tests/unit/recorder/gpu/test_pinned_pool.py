@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from layerscope.recorder import pinned
-from layerscope.recorder.pinned import Pinned
+from layerscope.recorder.gpu import pinned_pool
+from layerscope.recorder.gpu.pinned_pool import PinnedPool
 
 CHUNK = 1 << 16
 
@@ -17,8 +17,8 @@ CHUNK = 1 << 16
 @pytest.fixture
 def memory(monkeypatch):
     """Memory for three chunks, of ordinary pages: what locks them is the driver, which is not here."""
-    monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
-    return Pinned(3 * CHUNK, allocate=lambda size: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(pinned_pool, "_CHUNK", CHUNK)
+    return PinnedPool(3 * CHUNK, allocate=lambda size: torch.zeros(size, dtype=torch.uint8))
 
 
 def grown(memory, *sizes):
@@ -95,8 +95,8 @@ def test_a_large_one_beyond_the_budget_finds_no_room_and_small_ones_still_do(mem
 @pytest.mark.parametrize(("gibibytes", "budget"), [(2, 1 << 29), (8, 2 << 30), (1024, 4 << 30)])
 def test_the_default_budget_is_a_quarter_of_the_machine_and_at_most_4_gib(gibibytes, budget, monkeypatch):
     machine = {"SC_PHYS_PAGES": gibibytes << 18, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(pinned.os, "sysconf", machine.__getitem__)
-    assert pinned._default_budget() == budget
+    monkeypatch.setattr(pinned_pool.os, "sysconf", machine.__getitem__)
+    assert pinned_pool._default_budget() == budget
 
 
 # Ahead of need ----------------------------------------------------------------------------------
@@ -105,9 +105,9 @@ def test_the_default_budget_is_a_quarter_of_the_machine_and_at_most_4_gib(gibiby
 @pytest.fixture
 def asking(monkeypatch):
     """Memory for three chunks that notes when it asks for more."""
-    monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
+    monkeypatch.setattr(pinned_pool, "_CHUNK", CHUNK)
     asked = []
-    memory = Pinned(
+    memory = PinnedPool(
         3 * CHUNK, allocate=lambda size: torch.zeros(size, dtype=torch.uint8), ask=lambda: asked.append(memory.total)
     )
     memory.asked = asked
@@ -122,8 +122,8 @@ def test_the_first_chunks_are_there_before_anything_is_missed_and_only_once(memo
 
 
 def test_the_first_chunks_do_not_exceed_the_budget(monkeypatch):
-    monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
-    memory = Pinned(CHUNK + 1, allocate=lambda size: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(pinned_pool, "_CHUNK", CHUNK)
+    memory = PinnedPool(CHUNK + 1, allocate=lambda size: torch.zeros(size, dtype=torch.uint8))
     memory.prepare()
     assert memory.total == CHUNK
 
@@ -168,9 +168,9 @@ def test_what_is_missed_is_asked_for_once_until_it_grows(asking):
 
 
 def test_chunks_that_are_done_with_are_let_go_of_before_more_is_asked_for(monkeypatch):
-    monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
+    monkeypatch.setattr(pinned_pool, "_CHUNK", CHUNK)
     asked, held = [], []
-    memory = Pinned(
+    memory = PinnedPool(
         9 * CHUNK,
         allocate=lambda size: torch.zeros(size, dtype=torch.uint8),
         let_go=held.clear,
@@ -184,7 +184,7 @@ def test_chunks_that_are_done_with_are_let_go_of_before_more_is_asked_for(monkey
 
 
 def test_what_could_not_be_had_is_not_tried_again_and_less_is(monkeypatch):
-    monkeypatch.setattr(pinned, "_CHUNK", CHUNK)
+    monkeypatch.setattr(pinned_pool, "_CHUNK", CHUNK)
     tried = []
 
     def allocate(size):
@@ -193,7 +193,7 @@ def test_what_could_not_be_had_is_not_tried_again_and_less_is(monkeypatch):
             raise RuntimeError("out of memory")
         return torch.zeros(size, dtype=torch.uint8)
 
-    memory = Pinned(9 * CHUNK, allocate=allocate)
+    memory = PinnedPool(9 * CHUNK, allocate=allocate)
     for _ in range(2):
         memory.room(2 * CHUNK)
         with pytest.raises(RuntimeError, match="out of memory") if tried == [] else nullcontext():

@@ -1,7 +1,7 @@
 """What happened to everything that was asked for: the account that completeness is stated from.
 
-ledger.recorded(point)                # it has a record
-ledger.missing(plan, why_silent)      # what has none, and why
+coverage.recorded(point)                # it has a record
+coverage.missing(plan, why_silent)      # what has none, and why
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from layerscope.points import Moment, Point
 from layerscope.recorder.taps import Plan
 from layerscope.store import Missing
 
-__all__ = ["Ledger"]
 
-
-class Ledger:
+class Coverage:
     """Counts, kept while the model runs; every method is quick and may be called from any thread."""
 
     def __init__(self) -> None:

@@ -1,13 +1,12 @@
 """What a run says of the model it recorded: its manifest.
 
-about(model, runtime, plan, name="llama", mode="fp32", statistics="full", weights=None, settings={}, ...)
+provenance(model, runtime, plan, options, statistics="full", kernels="numba", on_disk=True)
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -17,35 +16,31 @@ from torch.nn.parameter import is_lazy
 
 from layerscope import __version__
 from layerscope.errors import Unsupported
-from layerscope.recorder.copying import plain, undisturbed
+from layerscope.recorder.options import RecordOptions
 from layerscope.recorder.taps import Plan
+from layerscope.recorder.tensors import plain, undisturbed
 from layerscope.runtimes.runtime import Runtime, Weights
 from layerscope.stats import fingerprint
 from layerscope.store import Manifest
 
-__all__ = ["about"]
-
 _MOST = 8 << 30  # fingerprinting more than this at the start of a run would be felt
 
 
-def about(
+def provenance(
     model: Any,
     runtime: Runtime,
     plan: Plan,
+    options: RecordOptions,
     *,
-    name: str | None,
-    mode: str | None,
     statistics: str,
-    weights: bool | None,
-    settings: Mapping[str, Any],
     kernels: str | None,
     on_disk: bool,
 ) -> Manifest:
     """Describe a model and what is asked of it, as `run.json` states it.
 
-    `weights=None` fingerprints the parameters of models up to 8 GiB, for runs on disk; `settings` is the caller's;
     `kernels` is what makes the statistics, where some are asked for.
     """
+    weights = options.weights
     kind = type(model)
     parameters, own = runtime.parameters(model), runtime.weights(model)
     tensors = {id(tensor): tensor for named in own.values() for _, tensor in named if not is_lazy(tensor)}
@@ -59,15 +54,19 @@ def about(
         if parameters and not own:
             said["weights"] = f"not fingerprinted: {runtime.NAME} does not keep them as they are in the source"
     elif on_disk:
-        why = "not asked for" if weights is False else f"{size >> 30} GiB of parameters; ask with weights=True"
+        why = (
+            "not asked for"
+            if weights is False
+            else f"{size >> 30} GiB of parameters; ask with RecordOptions(weights=True)"
+        )
         said["weights"] = f"not fingerprinted: {why}"
     return Manifest(
         model={
-            **({"name": name} if name else {}),
+            **({"name": options.name} if options.name else {}),
             "class": f"{kind.__module__}.{kind.__qualname__}",
             "parameters": sum(parameter.numel() for parameter in parameters),
         },
-        mode=mode,
+        mode=options.mode,
         runtime=runtime.NAME,
         versions={
             "layerscope": __version__,
@@ -81,7 +80,7 @@ def about(
         taps=[str(tap) for tap in plan.taps],
         aliases=plan.aliases,
         shared=runtime.shared(model),
-        settings=said | dict(settings),
+        settings=said | dict(options.settings),
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 

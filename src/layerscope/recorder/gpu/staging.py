@@ -1,6 +1,6 @@
 """Small tensors on a GPU: copied on the device in the hook, and taken to the host together when the step ends.
 
-    staged = staging.stage(tensor, wish)     # in a hook; None of what is not small, not plain, or not on a GPU
+    staged = staging.stage(tensor, want)     # in a hook; None of what is not small, not plain, or not on a GPU
     staging.send()                           # the step has ended: one launch for all statistics, one copy for all bytes
     staged.tensor(), staged.summary()        # wait for the host to have them; they send, if nobody has
 
@@ -17,20 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerscope.recorder.cargo import Arrival, Lost, leave
-from layerscope.recorder.lanes import Lane, current_stream, is_current, lane_of, lies_plainly
+from layerscope.recorder.gpu.batches import Arrival, Lost, leave
+from layerscope.recorder.gpu.transfer import Transfer, current_stream, is_current, lies_plainly, transfer_of
 from layerscope.stats.driver import copying, why_no_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from layerscope.recorder.devices import Statistics
-    from layerscope.recorder.taps import Wish
+    from layerscope.recorder.gpu.statistics import DeviceStatistics
+    from layerscope.recorder.taps import Want
     from layerscope.stats import Summary
 
-__all__ = ["Staged", "Staging"]
-
-_SMALL = 2 << 20  # bytes of a tensor that is staged; a larger one is copied or reduced at once
+SMALL = 2 << 20  # bytes of a tensor that is staged; a larger one is copied or reduced at once
 _ROOM = {False: 64 << 20, True: 16 << 20}  # bytes of a buffer, by whether they go to the host: see above
 _BUFFERS = 3  # of a stream, whose bytes may be on their way to the host, before a new one waits for the first
 
@@ -40,24 +38,24 @@ _Key = tuple[int, int, bool]  # device, stream, and whether the bytes are wanted
 class Staged:
     """A tensor that was copied to a staging buffer, and what is wanted of it."""
 
-    __slots__ = ("arrival", "at", "buffer", "dtype", "later", "lost", "shape", "wish")
+    __slots__ = ("arrival", "at", "buffer", "dtype", "later", "lost", "shape", "want")
 
     arrival: Arrival  # these are there once it was sent
     later: Callable[[], Summary]
     lost: Lost  # why its values never arrive
 
-    def __init__(self, buffer: _Buffer, at: int, tensor: torch.Tensor, wish: Wish) -> None:
+    def __init__(self, buffer: _Buffer, at: int, tensor: torch.Tensor, want: Want) -> None:
         self.buffer: _Buffer | None = buffer  # None once it was sent
         self.at = at
         self.dtype = tensor.dtype
         self.shape = tensor.shape
-        self.wish = wish
+        self.want = want
 
     @property
     def device(self) -> torch.device:
         """Where the copy lies, until it is sent."""
         assert self.buffer is not None
-        return self.buffer.lane.device
+        return self.buffer.transfer.device
 
     @property
     def address(self) -> int:
@@ -100,13 +98,13 @@ class Staged:
 class _Buffer:
     """Memory of a device that is filled on one stream, and what was staged in it."""
 
-    def __init__(self, staging: Staging, lane: Lane, raw: int, room: int) -> None:
+    def __init__(self, staging: Staging, transfer: Transfer, raw: int, room: int) -> None:
         self.staging = staging
-        self.lane = lane
+        self.transfer = transfer
         self.raw = raw
         self.room = room
-        self.memory = torch.empty(room, dtype=torch.uint8, device=lane.device)
-        self.memory.record_stream(lane.side)  # whoever has this memory next waits for our copies
+        self.memory = torch.empty(room, dtype=torch.uint8, device=transfer.device)
+        self.memory.record_stream(transfer.side)  # whoever has this memory next waits for our copies
         self.address = self.memory.data_ptr()
         self.at = 0
         self.staged: list[Staged] = []
@@ -116,22 +114,22 @@ class _Buffer:
 class Staging:
     """The staging buffers of one recording, of several threads, streams and devices."""
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, statistics: DeviceStatistics) -> None:
         self._statistics = statistics
         self._lock = threading.RLock()
         self._open: dict[_Key, _Buffer] = {}
         self._idle: dict[_Key, list[_Buffer]] = {}
         self._copy: dict[int, Callable[[int, int, int, int], None]] = {}
 
-    def stage(self, tensor: torch.Tensor, wish: Wish) -> Staged | None:
+    def stage(self, tensor: torch.Tensor, want: Want) -> Staged | None:
         """Copy a small tensor that lies on the current GPU; every line counts where a model waits for Python."""
         place = tensor.get_device()
-        if not lies_plainly(tensor, place) or not 0 < (size := tensor.nbytes) <= _SMALL:
+        if not lies_plainly(tensor, place) or not 0 < (size := tensor.nbytes) <= SMALL:
             return None
         address, raw = tensor.data_ptr(), current_stream(place)
         if not address:  # it lies nowhere
             return None
-        key = place, raw, wish.tensor
+        key = place, raw, want.tensor
         with self._lock:
             buffer = self._open.get(key)
             if buffer is None or buffer.at + size > buffer.room:
@@ -143,7 +141,7 @@ class Staging:
             at = buffer.at
             buffer.at = (at + size + 63) & -64
             self._copy[place](buffer.address + at, address, size, raw)
-            staged = Staged(buffer, at, tensor, wish)
+            staged = Staged(buffer, at, tensor, want)
             buffer.staged.append(staged)
         return staged
 
@@ -157,7 +155,7 @@ class Staging:
                 if raw == current_stream(place) and is_current(place):
                     self._send(key, buffer)
                 else:
-                    with torch.cuda.stream(buffer.lane.origin(raw)):
+                    with torch.cuda.stream(buffer.transfer.origin(raw)):
                         self._send(key, buffer)
 
     def close(self) -> None:
@@ -177,9 +175,9 @@ class Staging:
         if len(idle) >= _BUFFERS or (idle and (idle[0].left is None or idle[0].left.query())):
             buffer = idle.pop(0)
             if buffer.left is not None:
-                buffer.left.wait(buffer.lane.origin(raw))  # the device waits, not we
+                buffer.left.wait(buffer.transfer.origin(raw))  # the device waits, not we
         else:
-            buffer = _Buffer(self, lane_of(torch.device("cuda", place)), raw, _ROOM[to_host])
+            buffer = _Buffer(self, transfer_of(torch.device("cuda", place)), raw, _ROOM[to_host])
         self._open[key] = buffer
         return buffer
 
@@ -188,9 +186,9 @@ class Staging:
         del self._open[key]
         staged, buffer.staged = buffer.staged, []
         try:
-            self._statistics.start_all([one for one in staged if one.wish.summary])
+            self._statistics.start_all([one for one in staged if one.want.summary])
             if key[2]:
-                buffer.left = buffer.lane.send_all(buffer.memory[: buffer.at], staged, buffer.raw)
+                buffer.left = buffer.transfer.send_all(buffer.memory[: buffer.at], staged, buffer.raw)
         finally:
             for one in staged:
                 one.buffer = None

@@ -1,6 +1,6 @@
 """Page-locked memory of the host, which a device copies to while the model goes on.
 
-    pinned = Pinned()
+    pinned = PinnedPool()
     pinned.prepare()                         # before the first step
     room = pinned.room(tensor.nbytes)        # None where there is none free: `grow` gets more, when it does no harm
 
@@ -21,14 +21,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-__all__ = ["Pinned", "Room"]
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _CHUNK = 64 << 20
 _FIRST = 2  # chunks: one to fill, and one to follow it
 _BUDGET = 4 << 30  # if a quarter of the machine's memory is not less
-
 
 Room: TypeAlias = tuple[Bytes, int, int]  # a chunk, where in it there is room, and the address of that
 
@@ -37,7 +34,7 @@ def _locked(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-class Pinned:
+class PinnedPool:
     """Chunks of page-locked memory, `budget` bytes in all, handed out front to back, to one thread at a time.
 
     Where they run short, `let_go` is called, to let go of chunks that are done with, and then `ask`, to have `grow`

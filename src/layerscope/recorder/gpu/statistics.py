@@ -1,10 +1,10 @@
 """Summaries of tensors on an accelerator, made where they lie, without making the model wait for it.
 
-    later = Statistics().of(tensor)          # launched on the device; later() gives the Summary
+    later = DeviceStatistics().of(tensor)          # launched on the device; later() gives the Summary
 
 Nothing in a hook synchronises. One launch on the model's own stream takes the numbers of a tensor, so that a later
 in-place operation cannot reach them; the numbers of many tensors are gathered by one more launch, straight to
-page-locked memory, and the device's lane reads them (`lanes.py`).
+page-locked memory, and the device's transfer reads them (`transfer.py`).
 Only where so many are gathered before the first are read that they would take too much memory, the hook waits.
 """
 
@@ -24,38 +24,36 @@ import numpy as np
 import torch
 
 from layerscope.log import log
-from layerscope.recorder.cargo import Arrival, Carried, leave
-from layerscope.recorder.copying import dtype_name, undisturbed
-from layerscope.recorder.lanes import (
-    arriving,
+from layerscope.recorder.gpu.batches import Arrival, ThreadBatch, leave
+from layerscope.recorder.gpu.transfer import (
     capturing,
     current_stream,
+    end_step,
     is_capturing,
     is_current,
-    lane_of,
     lies_plainly,
-    rest,
+    ordinary,
+    to_host,
+    transfer_of,
 )
+from layerscope.recorder.tensors import dtype_name, undisturbed
 from layerscope.stats import Summary, summarize
 from layerscope.stats.channels import Adding
 
 if TYPE_CHECKING:
-    from layerscope.recorder.staging import Staged
-    from layerscope.stats.device import ChannelSums, Gathered, Laid, Level, Sheet, Start, StartAll
+    from layerscope.recorder.gpu.staging import Staged
+    from layerscope.stats.device import ChannelSums, Laid, Level, ResultBuffer, Results, Start, StartAll
     from layerscope.stats.tensor_views import Array
 
     _Key = tuple[int, int, Level, bool]  # device, stream, level, and whether float64's buckets are wanted
 
-__all__ = ["Later", "Statistics"]
-
-
-_AHEAD = 8  # pages of one desk that are gathered, and that nobody has read
+_AHEAD = 8  # batches of one queue that are gathered, and that nobody has read
 _BOUND = 10.0  # seconds that others wait for one of them, at most
 
-_abandoned: list[Sheet] = []  # that a device may still write to, and nobody will read
+_abandoned: list[ResultBuffer] = []  # that a device may still write to, and nobody will read
 
 
-class Statistics:
+class DeviceStatistics:
     """Summaries of tensors on an accelerator, made without waiting for it.
 
     Its methods may be called from several threads, and what they return in any thread at any time. Where the device has
@@ -64,8 +62,8 @@ class Statistics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._desks: dict[_Key, _Desk] = {}
-        self._last: dict[Level, _Desk] = {}  # that was used at each level
+        self._queues: dict[_Key, _Queue] = {}
+        self._last: dict[Level, _Queue] = {}  # that was used at each level
         self._broken: str | None = None
         self._launches: ChannelSums | None = None
 
@@ -86,7 +84,7 @@ class Statistics:
     def prepare(self, tensors: Iterable[torch.Tensor], *, level: Level | None = None, channels: bool = False) -> None:
         """Make ready for tensors like these, and for their statistics at `level`, lest the first hook wait for it."""
         for where, dtypes in _by_device(tensors).items():
-            lane_of(where)
+            transfer_of(where)
             if level is None or self.kernels != "triton":
                 continue
             from layerscope.stats import device
@@ -96,22 +94,22 @@ class Statistics:
                 if channels:
                     device.prepare_channels(where, dtypes)
                 with self._lock:
-                    self._desk_of((where.index, current_stream(where.index), level, False), where)
+                    self._queue_of((where.index, current_stream(where.index), level, False), where)
             except Exception as error:
                 self._give_up(error)
 
-    def start(self, tensor: torch.Tensor, level: Level) -> Later | None:
+    def start(self, tensor: torch.Tensor, level: Level) -> PendingSummary | None:
         """Launch the reduction of a tensor that lies plainly where the last ones did; None of any other: see `of`.
 
         Every line counts where a model waits for Python.
         """
-        desk = self._last.get(level)
-        if desk is None or not lies_plainly(tensor, desk.place) or current_stream(desk.place) != desk.stream:
+        queue = self._last.get(level)
+        if queue is None or not lies_plainly(tensor, queue.place) or current_stream(queue.place) != queue.stream:
             return None
-        known, address, count = desk.known.get(tensor.dtype), tensor.data_ptr(), tensor.numel()
-        if known is None or not address or address % 16 or not 0 < count < desk.most:
+        known, address, count = queue.known.get(tensor.dtype), tensor.data_ptr(), tensor.numel()
+        if known is None or not address or address % 16 or not 0 < count < queue.most:
             return None
-        return self._launched(desk, known, address, count, tensor.shape)
+        return self._launched(queue, known, address, count, tensor.shape)
 
     def of(self, tensor: torch.Tensor, *, level: Level = "full", channels: int | None = None) -> Callable[[], Summary]:
         """Start the reduction of a plain tensor, however it lies; the call that is returned waits for the numbers.
@@ -132,25 +130,25 @@ class Statistics:
                     counted = self._counted(tensor.dtype, [(later, tensor, channels)])
                 if counted is not None:
                     return counted[0]
-        arrival = arriving(tensor, lambda size: np.empty(size, np.uint8))
+        arrival = to_host(tensor, ordinary)
         return lambda: summarize(arrival(), level=level, channels=channels)
 
     def start_all(self, staged: list[Staged]) -> None:
         """Launch the reductions of staged tensors on the current stream, those of a dtype together."""
         groups: dict[tuple[Level, torch.dtype], list[Staged]] = {}
         for one in staged:
-            groups.setdefault((one.wish.level, one.dtype), []).append(one)
+            groups.setdefault((one.want.level, one.dtype), []).append(one)
         for (level, dtype), group in groups.items():
-            desk = self._together(group[0].device, dtype, level)
-            if desk is None:
+            queue = self._together(group[0].device, dtype, level)
+            if queue is None:
                 for one in group:
-                    one.later = self.of(one.values, level=level, channels=one.wish.axis)
+                    one.later = self.of(one.values, level=level, channels=one.want.axis)
             else:
-                self._start_together(desk, dtype, group)
-                self._count_together(dtype, [one for one in group if one.wish.axis is not None], level)
+                self._start_together(queue, dtype, group)
+                self._count_together(dtype, [one for one in group if one.want.axis is not None], level)
 
-    def _together(self, where: torch.device, dtype: torch.dtype, level: Level) -> _Desk | None:
-        """Return the desk where tensors of a dtype are started together, if there is such a thing."""
+    def _together(self, where: torch.device, dtype: torch.dtype, level: Level) -> _Queue | None:
+        """Return the queue where tensors of a dtype are started together, if there is such a thing."""
         if self._broken is None:
             self._broken = _why_not()
         if self._broken or dtype is torch.float64:  # which is looked at twice
@@ -161,49 +159,49 @@ class Statistics:
             return None
         try:
             with self._lock:
-                desk = self._desk_of((where.index, current_stream(where.index), level, False), where)
-                desk.starting_all(dtype)
+                queue = self._queue_of((where.index, current_stream(where.index), level, False), where)
+                queue.starting_all(dtype)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             self._give_up(error)
             return None
-        return desk
+        return queue
 
-    def _start_together(self, desk: _Desk, dtype: torch.dtype, group: list[Staged]) -> None:
-        start, tile, most, name = desk.starting_all(dtype)
+    def _start_together(self, queue: _Queue, dtype: torch.dtype, group: list[Staged]) -> None:
+        start, tile, most, name = queue.starting_all(dtype)
         lying = np.array([(one.address, one.shape.numel(), 0) for one in group], np.int64)
         tiles = -(-lying[:, 1] // tile)
         lying[:, 2] = -(-tiles // most)
         programs = -(-tiles // lying[:, 2])
         done = 0
         while done < len(group):
-            if desk.is_full:
-                self._make_way(desk)
+            if queue.is_full:
+                self._make_way(queue)
             with self._lock:
-                page = self._page(desk)
-                first = page.aboard
-                last = min(len(group), done + desk.slots.size - first)
-                page.aboard += last - done  # first of all: an interrupt must not use them twice
-                page.over = False
-                page.table[first : page.aboard] = lying[done:last]
-                start(first, page.table.ctypes.data + 24 * first, last - done, int(programs[done:last].max()))
+                batch = self._open_batch(queue)
+                first = batch.count
+                last = min(len(group), done + queue.slots.size - first)
+                batch.count += last - done  # first of all: an interrupt must not use them twice
+                batch.step_over = False
+                batch.table[first : batch.count] = lying[done:last]
+                start(first, batch.table.ctypes.data + 24 * first, last - done, int(programs[done:last].max()))
             for index, one in enumerate(group[done:last], first):
-                one.later = Later(page, index, name, one.shape)
+                one.later = PendingSummary(batch, index, name, one.shape)
             done = last
 
     def _count_together(self, dtype: torch.dtype, group: list[Staged], level: Level) -> None:
         """Launch the sums of the channels of staged tensors, whose other statistics are launched."""
         if not group:
             return
-        counted = self._counted(dtype, [(one.later, one.values, one.wish.axis) for one in group])  # type: ignore[misc]
+        counted = self._counted(dtype, [(one.later, one.values, one.want.axis) for one in group])  # type: ignore[misc]
         for index, one in enumerate(group):
             both = None if counted is None else counted[index]
-            one.later = both or self.of(one.values, level=level, channels=one.wish.axis)
+            one.later = both or self.of(one.values, level=level, channels=one.want.axis)
 
     def _counted(
         self, dtype: torch.dtype, tensors: list[tuple[Callable[[], Summary], torch.Tensor, int]]
-    ) -> list[_Counted] | None:
+    ) -> list[_PendingChannels] | None:
         """Launch the sums of the channels of tensors of one dtype, and send for them; None where that cannot be."""
         from layerscope.stats import device
 
@@ -216,30 +214,33 @@ class Statistics:
         except Exception as error:
             self._give_up(error)
             return None
-        tables = _Tables(arriving(sums, lambda size: np.empty(size, np.uint8)))
+        tables = _ChannelTables(to_host(sums, ordinary))
         ends = accumulate(one.size for one in laid)
-        return [_Counted(later, tables, end, one) for (later, _, _), end, one in zip(tensors, ends, laid, strict=True)]
+        return [
+            _PendingChannels(later, tables, end, one)
+            for (later, _, _), end, one in zip(tensors, ends, laid, strict=True)
+        ]
 
-    def _page(self, desk: _Desk) -> _Page:
-        """Return the page of a desk, another one if all its slots are taken."""
-        if desk.is_full:
-            self._send(desk)
-        return desk.page or self._opened(desk)
+    def _open_batch(self, queue: _Queue) -> _SlotBatch:
+        """Return the batch of a queue, another one if all its slots are taken."""
+        if queue.is_full:
+            self._send(queue)
+        return queue.batch or self._opened(queue)
 
-    def fetch(self) -> None:
-        """Hear that a step has ended: what is waited for from now on leaves at once."""
-        rest()
-        for desk in list(self._desks.values()):
-            if desk.page is not None:
-                desk.page.over = True
+    def end_step(self) -> None:
+        """Send what the step has left to the host; what is waited for from now on leaves at once."""
+        end_step()
+        for queue in list(self._queues.values()):
+            if queue.batch is not None:
+                queue.batch.step_over = True
 
     def close(self) -> None:
         """Send for what is left, and give the memory on the device back."""
         with self._lock:
-            for desk in list(self._desks.values()):
+            for queue in list(self._queues.values()):
                 with suppress(Exception):  # whoever waits for the numbers is told
-                    self._send(desk)
-                self._desks.pop(desk.key, None)
+                    self._send(queue)
+                self._queues.pop(queue.key, None)
             self._last.clear()
 
     def _give_up(self, error: Exception) -> None:
@@ -264,98 +265,98 @@ class Statistics:
         with torch.cuda.device(where):
             try:
                 with self._lock:
-                    desk = self._desk_of(key, where)
-                    known = desk.known.get(dtype)
+                    queue = self._queue_of(key, where)
+                    known = queue.known.get(dtype)
                     if known is None:
-                        known = desk.known[dtype] = desk.slots.starting(dtype), dtype_name(dtype)
+                        known = queue.known[dtype] = queue.slots.starting(dtype), dtype_name(dtype)
                     if not key[-1]:
-                        self._last[level] = desk
+                        self._last[level] = queue
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 self._give_up(error)
                 return None
-            return self._launched(desk, known, address, tensor.numel(), shape)
+            return self._launched(queue, known, address, tensor.numel(), shape)
 
     def _launched(
-        self, desk: _Desk, known: tuple[Start, str], address: int, count: int, shape: torch.Size
-    ) -> Later | None:
+        self, queue: _Queue, known: tuple[Start, str], address: int, count: int, shape: torch.Size
+    ) -> PendingSummary | None:
         begin, name = known
-        if desk.is_full:
-            self._make_way(desk)
+        if queue.is_full:
+            self._make_way(queue)
         try:
             with self._lock:
-                page = self._page(desk)
-                index, page.aboard = page.aboard, page.aboard + 1  # first of all: an interrupt must not use it twice
-                page.over = False
+                batch = self._open_batch(queue)
+                index, batch.count = batch.count, batch.count + 1  # first of all: an interrupt must not use it twice
+                batch.step_over = False
                 begin(index, address, count)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             self._give_up(error)
             return None
-        return Later(page, index, name, shape)
+        return PendingSummary(batch, index, name, shape)
 
-    def _make_way(self, desk: _Desk) -> None:
-        """Wait, where another page would be one too many; but not for ever.
+    def _make_way(self, queue: _Queue) -> None:
+        """Wait, where another batch would be one too many; but not for ever.
 
         Without the lock: others go on, and one of them may be what the device waits for.
         """
         while True:
             with self._lock:
-                page = desk.in_the_way()
-            if page is None:
+                batch = queue.in_the_way()
+            if batch is None:
                 return
-            if not page.arrive(_BOUND):
-                desk.ahead = math.inf
+            if not batch.arrive(_BOUND):
+                queue.ahead = math.inf
                 log.warning(
-                    "device %d did not write its statistics for %g s: more than %d pages are under way from now on",
-                    desk.place, _BOUND, _AHEAD,
+                    "device %d did not write its statistics for %g s: more than %d batches are under way from now on",
+                    queue.place, _BOUND, _AHEAD,
                 )  # fmt: skip
 
-    def _opened(self, desk: _Desk) -> _Page:
+    def _opened(self, queue: _Queue) -> _SlotBatch:
         def leave() -> None:
-            if desk.page is page:
-                self._make_way(desk)
+            if queue.batch is batch:
+                self._make_way(queue)
             with self._lock:
-                if desk.page is page:
-                    self._send(desk)
+                if queue.batch is batch:
+                    self._send(queue)
 
-        page = desk.page = _Page(desk, leave)
-        return page
+        batch = queue.batch = _SlotBatch(queue, leave)
+        return batch
 
-    def _desk_of(self, key: _Key, where: torch.device) -> _Desk:
-        desk = self._desks.get(key)
-        if desk is None:
-            desk = self._desks[key] = _Desk(key, where)
-        return desk
+    def _queue_of(self, key: _Key, where: torch.device) -> _Queue:
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = _Queue(key, where)
+        return queue
 
-    def _send(self, desk: _Desk) -> None:
-        """Have a page's numbers gathered; its slots are free again, in the order of the stream."""
-        page = desk.page
-        if page is None or not page.aboard:
+    def _send(self, queue: _Queue) -> None:
+        """Have a batch's numbers gathered; its slots are free again, in the order of the stream."""
+        batch = queue.batch
+        if batch is None or not batch.count:
             return
         try:
-            desk.page = None
-            page.sheet = desk.sheet(page.aboard)
-            if is_current(desk.place):
-                desk.slots.gather(page.sheet)
+            queue.batch = None
+            batch.buffer = queue.buffer(batch.count)
+            if is_current(queue.place):
+                queue.slots.gather(batch.buffer)
             else:
-                with torch.cuda.device(desk.place):
-                    desk.slots.gather(page.sheet)
-            page.lane.send(page)
-            desk.sent.append(page)
+                with torch.cuda.device(queue.place):
+                    queue.slots.gather(batch.buffer)
+            batch.transfer.send(batch)
+            queue.sent.append(batch)
         except BaseException as error:  # what is in the slots is not known any more
-            if (sheet := page.sheet) is not None:
-                _abandoned.append(sheet)
-            page.finish(error)
-            self._desks.pop(desk.key, None)
-            self._last = {level: other for level, other in self._last.items() if other is not desk}
+            if (buffer := batch.buffer) is not None:
+                _abandoned.append(buffer)
+            batch.finish(error)
+            self._queues.pop(queue.key, None)
+            self._last = {level: other for level, other in self._last.items() if other is not queue}
             raise
 
 
-class _Desk:
-    """Where the tensors of one stream are taken, at one level: the launch and the name of each dtype, the open page."""
+class _Queue:
+    """The launches of one stream at one level: how each dtype is launched, the batch that is open, those that left."""
 
     def __init__(self, key: _Key, where: torch.device) -> None:
         from layerscope.stats import device
@@ -363,16 +364,16 @@ class _Desk:
         self.key = key
         self.place, self.stream, level, wide = key
         self.most = device.MOST
-        self.lane = lane_of(where)
+        self.transfer = transfer_of(where)
         self.origin = torch.cuda.current_stream(where)
         self.slots = device.Slots(where, level, self.stream, wide=wide)
         self.locks = where.type == "cuda"
-        self.unused = [self.slots.sheet(0) for _ in range(2)]  # to get such memory holds up every launch
-        self.tables: list[Array] = []  # of pages that were read
+        self.unused = [self.slots.buffer(0) for _ in range(2)]  # to get such memory holds up every launch
+        self.tables: list[Array] = []  # of batches that were read
         self.known: dict[torch.dtype, tuple[Start, str]] = {}
         self._starts_all: dict[torch.dtype, tuple[StartAll, int, int, str]] = {}
-        self.page: _Page | None = None
-        self.sent: deque[_Page] = deque()  # whose sheets may not have been read
+        self.batch: _SlotBatch | None = None
+        self.sent: deque[_SlotBatch] = deque()  # whose buffers may not have been read
         self.ahead = float(_AHEAD)
 
     def starting_all(self, dtype: torch.dtype) -> tuple[StartAll, int, int, str]:
@@ -384,94 +385,94 @@ class _Desk:
         return known
 
     def table(self) -> Array:
-        """Return memory that the device can read, for what a launch is told of each tensor of a page."""
+        """Return memory that the device can read, for what a launch is told of each tensor of a batch."""
         if self.tables:
             return self.tables.pop()
         with undisturbed():
             return torch.empty((self.slots.size, 3), dtype=torch.int64, device="cpu", pin_memory=self.locks).numpy()
 
-    def sheet(self, used: int) -> Sheet:
-        """Return a sheet for so many tensors, in the memory of one that was read where there is any."""
+    def buffer(self, used: int) -> ResultBuffer:
+        """Return a buffer for so many tensors, in the memory of one that was read where there is any."""
         if self.unused:
             return self.unused.pop()._replace(used=used)
         with undisturbed():
-            return self.slots.sheet(used)
+            return self.slots.buffer(used)
 
     @property
     def is_full(self) -> bool:
-        """Whether the open page has no slot that is free."""
-        return self.page is not None and self.page.aboard == self.slots.size
+        """Whether the open batch has no slot that is free."""
+        return self.batch is not None and self.batch.count == self.slots.size
 
-    def in_the_way(self) -> _Page | None:
-        """Forget pages that have been read; return the one that must be before another is gathered, if there is one."""
+    def in_the_way(self) -> _SlotBatch | None:
+        """Forget batches that have been read; return the first of the others where no more may be under way."""
         while self.sent and self.sent[0].is_finished:
             self.sent.popleft()
         return self.sent[0] if len(self.sent) >= self.ahead else None
 
 
-class _Page(Carried):
+class _SlotBatch(ThreadBatch):
     """The numbers of tensors that are gathered together."""
 
-    def __init__(self, desk: _Desk, leave: Callable[[], None]) -> None:
-        super().__init__(desk.lane, desk.origin)
-        self._unused, self._tables = desk.unused, desk.tables
-        self.table = desk.table()  # where launches are told where many tensors lie
-        self.sheet: Sheet | None = None
-        self.gathered: Gathered | None = None
+    def __init__(self, queue: _Queue, leave: Callable[[], None]) -> None:
+        super().__init__(queue.transfer, queue.origin)
+        self._unused, self._tables = queue.unused, queue.tables
+        self.table = queue.table()  # where launches are told where many tensors lie
+        self.buffer: ResultBuffer | None = None
+        self.gathered: Results | None = None
         self._send = leave
 
     def leave(self) -> None:
         self._send()
 
     def unload(self) -> None:
-        from layerscope.stats.device import Gathered
+        from layerscope.stats.device import Results
 
-        sheet = self.sheet
-        assert sheet is not None
+        buffer = self.buffer
+        assert buffer is not None
         try:
             self.ready.synchronize()
         except BaseException:
-            _abandoned.append(sheet)
+            _abandoned.append(buffer)
             raise
-        self.gathered = Gathered.read(sheet)
-        self.sheet = None
-        self._unused.append(sheet)
+        self.gathered = Results.read(buffer)
+        self.buffer = None
+        self._unused.append(buffer)
         self._tables.append(self.table)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Tell those who wait; who has the numbers holds neither their desk nor its memory from then on."""
+        """Tell those who wait; who has the numbers holds neither their queue nor its memory from then on."""
         super().finish(error)
         self._send, self._unused, self._tables, self.table = _nothing, [], [], self.table[:0]
 
 
-class Later:
+class PendingSummary:
     """A summary whose numbers are on their way."""
 
-    __slots__ = ("_dtype", "_index", "_page", "_shape")
+    __slots__ = ("_batch", "_dtype", "_index", "_shape")
 
-    def __init__(self, page: _Page, index: int, dtype: str, shape: torch.Size) -> None:
-        self._page = page
+    def __init__(self, batch: _SlotBatch, index: int, dtype: str, shape: torch.Size) -> None:
+        self._batch = batch
         self._index = index
         self._dtype = dtype
         self._shape = shape
 
     def __call__(self) -> Summary:
         """Wait for the numbers."""
-        self._page.wait()
-        assert self._page.gathered is not None
-        return self._page.gathered[self._index].summary(self._dtype, tuple(self._shape))
+        self._batch.wait()
+        assert self._batch.gathered is not None
+        return self._batch.gathered[self._index].summary(self._dtype, tuple(self._shape))
 
     @property
     def has_arrived(self) -> bool:
         """Whether a call would not wait."""
-        return self._page.has_arrived
+        return self._batch.has_arrived
 
     def leave(self) -> None:
         """Have the numbers fetched, though nobody waits for them."""
-        self._page.leave()
+        self._batch.leave()
 
 
-class _Tables:
+class _ChannelTables:
     """The sums of the channels of several tensors, on their way to the host together."""
 
     def __init__(self, arrival: Arrival) -> None:
@@ -484,12 +485,12 @@ class _Tables:
             return self.arrival()[start:stop].numpy().copy()
 
 
-class _Counted:
+class _PendingChannels:
     """A summary whose numbers are on their way, and those of its channels."""
 
     __slots__ = ("_end", "_laid", "_later", "_tables")
 
-    def __init__(self, later: Callable[[], Summary], tables: _Tables, end: int, laid: Laid) -> None:
+    def __init__(self, later: Callable[[], Summary], tables: _ChannelTables, end: int, laid: Laid) -> None:
         self._later = later
         self._tables = tables
         self._end = end
@@ -519,7 +520,7 @@ def _with_none(later: Callable[[], Summary], axis: int) -> Summary:
 
 
 def _nothing() -> None:
-    """Have a page that has left leave."""
+    """Have a batch that has left leave."""
 
 
 def _why_not() -> str:
