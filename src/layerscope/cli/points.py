@@ -20,8 +20,8 @@ from layerscope.patterns import Place, select, split
 from layerscope.points import escape
 from layerscope.report.parts import Cell, Column, Document, Part, Sentence, Table, Value
 from layerscope.report.writing import many
-from layerscope.runtimes.files import is_file, kind_of, listed
 from layerscope.runtimes.listing import Listing
+from layerscope.runtimes.model_files import is_file, kind_of, listed
 
 if TYPE_CHECKING:
     from layerscope.store import Damage, Run
@@ -57,7 +57,7 @@ def command(of: str, patterns: tuple[str, ...], trust: bool, as_json: bool) -> i
     elif kind_of(Path(of)) == "compiled":
         with working(f"reading {of}"):
             from layerscope.cli.tapped import tapped_document
-            from layerscope.compiled.saving import read_table
+            from layerscope.compile_taps.compiled_folder import read_table
 
             page = tapped_document(read_table(of), of, patterns)
     else:

@@ -31,7 +31,7 @@ from layerscope.recorder.provenance import provenance
 from layerscope.recorder.sink import RecordingSink
 from layerscope.recorder.taps import Keep, Plan, Want, level_of, plan, schedule_of, taps_of
 from layerscope.runtimes import find, opened
-from layerscope.runtimes.observing import measures
+from layerscope.runtimes.observer_effect import measures
 from layerscope.runtimes.runtime import Runtime
 from layerscope.schedules import Schedule
 from layerscope.stats import Summary
