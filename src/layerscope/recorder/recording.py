@@ -329,7 +329,9 @@ class Recording:
             if self._first is None:
                 floors = Floors(left_out=(f"{self._runtime.NAME} runs no twins; its eager source does",))
             else:
-                floors = measure(self._first, self.run, weights=self._asks_floors is True, tell=self._options.tell)
+                floors = measure(
+                    self._first, self.run, weights=self._asks_floors is True, progress=self._options.progress
+                )
             if self.to is None:
                 self._floors = floors
             else:

@@ -1,12 +1,12 @@
 """Where training stands, told to Monitors and Watches.
 
-progress = Progress(monitor)               # nothing is recorded from here on ...
-progress.start(model, optimizer)
-progress.batch(epoch=0, batch=3, step=3)   # ... but the batches that are named, as they are named
+training = Training(monitor)               # nothing is recorded from here on ...
+training.start(model, optimizer)
+training.batch(epoch=0, batch=3, step=3)   # ... but the batches that are named, as they are named
 samples_of(loader)                         # which samples are in each of its batches, while the block lasts
-progress.rest()                            # what follows is no training: an evaluation
-progress.epoch_done()
-progress.finish()
+training.rest()                            # what follows is no training: an evaluation
+training.epoch_done()
+training.finish()
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from layerscope.monitor.loaders import Drawn, remembering
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Progress", "Watcher", "samples_of"]
+__all__ = ["Training", "Watcher", "samples_of"]
 
 Watcher: TypeAlias = "Monitor | Watch | Callable[[torch.nn.Module, torch.optim.Optimizer], Watch]"
 
 
-class Progress:
+class Training:
     """The one who counts is the training loop; this passes on what it says.
 
     A Monitor is let go of at the end. A Watch that is given is the caller's, who begins and ends it. One that is made
