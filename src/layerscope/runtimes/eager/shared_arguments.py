@@ -22,8 +22,8 @@ from layerscope.points import Leaf, Moment
 from layerscope.runtimes.eager.calls import Call, Calls
 from layerscope.runtimes.eager.gradient_hooks import Gradient
 from layerscope.runtimes.sink import Step
-from layerscope.runtimes.snapshot import copied, kept, why_not_again
-from layerscope.runtimes.values import argument_leaves, leaves, replaced
+from layerscope.runtimes.snapshot import copied, restored, why_not_again
+from layerscope.runtimes.values import leaves, replaced
 
 if TYPE_CHECKING:
     from layerscope.runtimes.eager.watcher import Watcher
@@ -61,7 +61,7 @@ class Aside:
         # What the modules inside are called for here belongs to no step: as below a call in which nothing is due.
         calls.append(("", _NOTHING_DUE, 0, sys._getframe(), None))
         try:
-            with kept(module, beside=[tensor for _, tensor in argument_leaves(args, kwargs)]):
+            with restored(module):
                 self.outputs = dict(leaves(module.forward(*given, **named)))
         finally:
             del calls[-1]
