@@ -91,7 +91,7 @@ def in_archive(content: bytes, asked: list[tuple[str, float, object]], which: in
 def program(path: Path) -> None:
     from layerscope.cli.points import model_document, selected_document
     from layerscope.report import terminal
-    from layerscope.runtimes.files import kind_of, listed
+    from layerscope.runtimes.model_files import kind_of, listed
 
     kind_of(path)
     listing = listed(path)

@@ -86,7 +86,7 @@ def _fill(job: Job, target: Address, entries: list[Entry]) -> str:
             if entry.dtype is not None and entry.shape is not None:
                 blob = Blob(entry.dtype, entry.shape, entry.nbytes, _bytes_of(entry))
             writer.write(entry.point, entry.moment, blob=blob, summary=_summary_of(entry), note=entry.note or None)
-            job.tell(str(entry.point), done, len(entries))
+            job.progress(str(entry.point), done, len(entries))
             done += 1
         stated = writer.close(
             forwards=was.forwards,
