@@ -14,7 +14,7 @@ Both models are left as they were.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -36,9 +36,10 @@ from layerscope.diagnose.replay.passes import Passes, told
 from layerscope.diagnose.replay.replay import Guidance, Guided, Site
 from layerscope.diagnose.replay.sides import ModelSide, main_dtype
 from layerscope.errors import BadModel, Unsupported
-from layerscope.report.notebook import progress
+from layerscope.progress import Progress
+from layerscope.report.notebook import bar
 from layerscope.report.writing import number, some
-from layerscope.runtimes.state import kept
+from layerscope.runtimes.snapshot import restored
 
 
 def diagnose(
@@ -48,7 +49,7 @@ def diagnose(
     *,
     backward: bool = False,
     pairing: str | PathLike[str] | Sequence[PairingRule] = (),
-    tell: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Finding:
     """Name the module where two models that should agree part, with the cause; `root` is None when they are healthy.
 
@@ -64,13 +65,13 @@ def diagnose(
                 f"{type(model).__name__} has weights on the meta device, which hold no numbers; load them first."
             )
     parsed = _parsed(pairing)
-    with kept(reference, candidate) as restore, progress("diagnosing:") as shown:
-        say = tell or (lambda now: shown(now, 0, 0))
+    with restored(reference, candidate) as restore, bar("diagnosing:") as shown:
+        said = progress or shown
         ours = ModelSide.of(reference, inputs, backward=backward)
         theirs = ModelSide.of(candidate, inputs, backward=backward)
-        say("running both models")
+        said("running both models", 0, 0)
         passes = Passes.begin(ours, theirs, restore, rules=parsed)
-        return _Diagnosis(passes, say).finding()
+        return _Diagnosis(passes, said).finding()
 
 
 def _parsed(rules: str | PathLike[str] | Sequence[PairingRule]) -> Sequence[PairingRule]:
@@ -84,15 +85,15 @@ def _parsed(rules: str | PathLike[str] | Sequence[PairingRule]) -> Sequence[Pair
 class _Diagnosis:
     """One diagnosis under way."""
 
-    def __init__(self, passes: Passes, say: Callable[[str], None]) -> None:
+    def __init__(self, passes: Passes, said: Progress) -> None:
         self.passes = passes
         self.guided = self.floor = Guided()
         self.leniency = 1.0
-        self.say = say
+        self.said = said
 
     def finding(self) -> Finding:
         passes = self.passes
-        self.say("running the candidate on the reference's values")
+        self.said("running the candidate on the reference's values", 0, 0)
         self.guided = guided = passes.candidate()
         if guided.raised is None and not any(measure.count for measure in guided.measured.values()):
             raise BadModel(
@@ -111,7 +112,7 @@ class _Diagnosis:
 
         blames: list[Blame] = []
         if suspects:
-            self.say(f"looking into {', '.join(called(s.name) for s in suspects[:3])}")
+            self.said(f"looking into {', '.join(called(s.name) for s in suspects[:3])}", 0, 0)
             look = look_again(suspects, passes, self.floor)
             causes = explain(suspects, passes, guided, look)
             proofs, final = confirm(suspects, passes, final, look)
@@ -143,7 +144,7 @@ class _Diagnosis:
         hungry = {row.key for row in judged if row.judged.guilty} & guided.missing.keys()
         supplied = missing_arguments(hungry, guided, passes)
         if supplied:
-            self.say("handing on what the candidate's code does not")
+            self.said("handing on what the candidate's code does not", 0, 0)
             fed = passes.candidate(Guidance(supplied=supplied))
             others = self.judged(fed)
             still = {row.key for row in others if row.judged.guilty and row.key in hungry}
@@ -157,7 +158,7 @@ class _Diagnosis:
         passes, guided = self.passes, self.guided
         passes.learn(guided)
         if passes.other_dtypes:
-            self.say("running the reference in the candidate's dtypes")
+            self.said("running the reference in the candidate's dtypes", 0, 0)
             self.floor = passes.floor(Guidance(known=guided.measured))
             if self.floor.raised is not None:
                 self.leniency = UNKNOWN
@@ -181,7 +182,7 @@ class _Diagnosis:
             )
         }
         if doubtful:
-            self.say("trying what a unit in the last place does")
+            self.said("trying what a unit in the last place does", 0, 0)
             every = ROUNDED if passes.other_dtypes else 1
             nudged = passes.floor(Guidance(again=NUDGE, every=every, only=doubtful)).measured
         return judged_rows(passes, guided, floor.measured, nudged, leniency=leniency)

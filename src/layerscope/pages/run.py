@@ -15,10 +15,11 @@ from layerscope.compare.channels import Outliers, outliers
 from layerscope.compare.page.provenance import provenance
 from layerscope.errors import LayerscopeError
 from layerscope.pages.completeness import completeness_parts, damage_of, run_facts
-from layerscope.pages.selection import Given, Tell, at, by_depth
+from layerscope.pages.selection import Given, at, by_depth
 from layerscope.pages.statistics import PointRow, broken_parts, rows_at, shape_text
 from layerscope.pages.training import training
 from layerscope.points import SIDE_TITLES, Point, leaf_text
+from layerscope.progress import Progress, no_progress
 from layerscope.report.parts import (
     Cell,
     Choice,
@@ -40,7 +41,7 @@ from layerscope.report.writing import many
 from layerscope.stats import Summary
 from layerscope.store import Damage, Entry, Run, selected
 
-__all__ = ["page", "pictures", "quiet", "summary"]
+__all__ = ["page", "pictures", "summary"]
 
 DETAILED = 300  # points with a histogram; more would make a file that no mail takes
 READ = 256 << 20  # bytes of tensors that are read for the statistics of a page, where none were kept
@@ -57,10 +58,6 @@ STATISTICS: dict[str, tuple[Callable[[Summary], float], bool]] = {
 _FACTS = ("count", "mean", "std", "min", "p1", "p5", "p50", "p95", "p99", "max", "absmax", "rms", "l1", "l2", "zeros")
 
 
-def quiet(what: str, done: int, of: int) -> None:
-    """Tell nobody how far it is."""
-
-
 def page(
     run: Run,
     name: str,
@@ -69,7 +66,7 @@ def page(
     given: Given | None = None,
     extra: Sequence[Part] = (),
     alarms: bool = True,
-    tell: Tell = quiet,
+    progress: Progress = no_progress,
 ) -> Document:
     """Build the page of a run, of the points that `patterns` name, at the latest moment that fits `given`.
 
@@ -81,9 +78,9 @@ def page(
         points = selected(run, list(patterns))
         moment, entries = at(run, points, given or {})
         entries, said = _affordable(entries)
-        rows, unread = rows_at(run, points, entries, tell)
+        rows, unread = rows_at(run, points, entries, progress)
         parts += broken_parts(rows)
-        parts += training(run, points, alarms=alarms, tell=tell)
+        parts += training(run, points, alarms=alarms, progress=progress)
         parts += [Heading(f"statistics at {moment}"), *said]
         parts += _pictures(rows)
         parts += _changes(rows)
@@ -131,7 +128,7 @@ def pictures(
         raise ValueError(f"there is no statistic {statistic!r}; there is {', '.join(STATISTICS)}.")
     points = selected(run, list(patterns))
     _, entries = at(run, points, given or {})
-    rows, _ = rows_at(run, points, entries, quiet)
+    rows, _ = rows_at(run, points, entries, no_progress)
     return [one for side in SIDE_TITLES if (one := _curves(rows, side, statistic)) is not None]
 
 

@@ -9,8 +9,9 @@ from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from layerscope.errors import LayerscopeError
-from layerscope.pages.selection import Tell, by_depth, spans
+from layerscope.pages.selection import by_depth, spans
 from layerscope.points import SIDE_TITLES, Point, leaf_text
+from layerscope.progress import Progress
 from layerscope.report.parts import Cell, Column, Heading, Part, Sentence, Table, Tone, Value
 from layerscope.report.writing import many
 
@@ -41,7 +42,7 @@ class PointRows(NamedTuple):
     damaged: list[Damage]
 
 
-def rows_at(run: Run, points: Iterable[Point], entries: Iterable[Entry], tell: Tell) -> PointRows:
+def rows_at(run: Run, points: Iterable[Point], entries: Iterable[Entry], progress: Progress) -> PointRows:
     """Gather the records of one step by point and call, the ranks' summaries added up."""
     from layerscope.store import Damage
 
@@ -52,7 +53,7 @@ def rows_at(run: Run, points: Iterable[Point], entries: Iterable[Entry], tell: T
     ordered = sorted(found.items(), key=lambda item: (depth[item[0][0]], item[0][1]))
     answer = PointRows([], [])
     for i, ((point, call), several) in enumerate(ordered):
-        tell(point.place, i, len(ordered))
+        progress(point.place, i, len(ordered))
         readable: list[tuple[Entry, Summary]] = []
         for entry in several:
             try:

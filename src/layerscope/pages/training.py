@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from layerscope.errors import LayerscopeError
 from layerscope.pages.alarms import kept
-from layerscope.pages.selection import Tell, by_depth
+from layerscope.pages.selection import by_depth
 from layerscope.points import SIDE_TITLES, Moment, Point
+from layerscope.progress import Progress
 from layerscope.report.parts import (
     Choice,
     Curves,
@@ -43,7 +44,7 @@ TOKENS = 96  # of a map, either way
 STATISTICS = {"rms": True, "absmax": True, "mean": False, "std": True, "zeros": True}
 
 
-def training(run: Run, points: Sequence[Point], *, alarms: bool = True, tell: Tell) -> Iterator[Part]:
+def training(run: Run, points: Sequence[Point], *, alarms: bool = True, progress: Progress) -> Iterator[Part]:
     """Show what changes over the steps of a run."""
     when = sorted({Moment(m.epoch, m.step, m.batch) for m in run.moments})
     if alarms:
@@ -52,7 +53,7 @@ def training(run: Run, points: Sequence[Point], *, alarms: bool = True, tell: Te
         shown = by_depth(points)
         several = max(1, min(ACROSS, RECORDS // max(1, min(len(shown), DOWN))))
         moments = _spread(when, several)
-        found = _read(run, _spread(shown, DOWN), moments, tell)
+        found = _read(run, _spread(shown, DOWN), moments, progress)
         yield Heading("layers and steps")
         if len(moments) < len(when):
             yield Sentence(f"{len(moments):,} of {len(when):,} steps are drawn, evenly spread", "quiet")
@@ -102,13 +103,13 @@ def _spread(items: Sequence[_T], most: int) -> list[_T]:
 
 
 def _read(
-    run: Run, points: Sequence[Point], moments: Sequence[Moment], tell: Tell
+    run: Run, points: Sequence[Point], moments: Sequence[Moment], progress: Progress
 ) -> dict[Point, dict[Moment, Summary]]:
     """Return the statistics that were kept of the points at the moments, all calls and ranks added up."""
     wanted = set(points)
     found: dict[Point, dict[Moment, Summary]] = {point: {} for point in points}
     for done, moment in enumerate(moments):
-        tell(str(moment), done, len(moments))
+        progress(str(moment), done, len(moments))
         for entry in run.records(epoch=moment.epoch, step=moment.step, batch=moment.batch):
             if entry.point not in wanted or entry.moment.epoch != moment.epoch:
                 continue

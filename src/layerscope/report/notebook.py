@@ -1,6 +1,6 @@
 """How far long work is, in a notebook: a bar under the cell, which goes when the work is done.
 
-with progress("comparing") as tell:         # outside a notebook, `tell` says nothing
+with bar("comparing") as tell:         # outside a notebook, `tell` says nothing
     tell("model.layers.3", 4, 24)
 """
 
@@ -9,24 +9,25 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
 from typing import Any
 
+from layerscope.progress import Progress, no_progress
 from layerscope.report.writing import printable
 
-__all__ = ["progress"]
+__all__ = ["bar"]
 
 PATIENCE = 0.5  # seconds without a bar: work that is over by then needs none
 EVERY = 0.1  # seconds between two messages to the browser
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
+def bar(what: str) -> Iterator[Progress]:
     """Show how far the block is, as it tells: what it works on, how much is done, of how much (0: nobody knows)."""
     if "ipykernel" not in sys.modules:  # a terminal has the commands' bars
-        yield lambda now, done, of: None
+        yield no_progress
         return
     ipython: Any = importlib.import_module("IPython.display")
     shown: Any = None
