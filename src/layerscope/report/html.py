@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -192,20 +193,16 @@ class _HtmlPage:
         )
 
     def _choice(self, choice: Choice) -> str:
-        """Write radio buttons in front of the panels: style alone shows the one that is chosen."""
+        """Write each panel behind its radio button: style alone shows the one that is chosen, below all the buttons."""
         if len(choice.options) == 1:
             return "".join(self.blocks(choice.options[0][1]))
         group = next(self._groups)
-        buttons = "".join(
+        options = "".join(
             f'<input type="radio" name="{group}" id="{group}-{nth}"{" checked" if nth == 0 else ""}>'
-            f'<label for="{group}-{nth}">{quoted(name)}</label>'
-            for nth, (name, _) in enumerate(choice.options)
+            f'<label for="{group}-{nth}">{quoted(name)}</label><div>{"".join(self.blocks(parts))}</div>'
+            for nth, (name, parts) in enumerate(choice.options)
         )
-        panels = "".join(f"<div>{''.join(self.blocks(parts))}</div>" for _, parts in choice.options)
-        return (
-            f'<fieldset class="choice"><legend>{quoted(choice.title)}</legend>{buttons}'
-            f'<div class="panels">{panels}</div></fieldset>'
-        )
+        return f'<fieldset class="choice"><legend>{quoted(choice.title)}</legend><div>{options}</div></fieldset>'
 
     # Tables -------------------------------------------------------------------------------------
 
@@ -326,7 +323,8 @@ def _facts(facts: Facts) -> str:
 
 def _said(sentence: Sentence) -> str:
     sign = _SIGNS[sentence.tone]
-    return (f'<span aria-hidden="true">{sign} </span>' if sign else "") + quoted(sentence.text)
+    text = re.sub("`([^`]+)`", r"<code>\1</code>", quoted(sentence.text))
+    return (f'<span aria-hidden="true">{sign} </span>' if sign else "") + text
 
 
 def _class(*names: str) -> str:
