@@ -48,8 +48,9 @@ def test_a_report_of_a_saved_comparison_is_that_of_the_comparison(cli, pair, tmp
     assert answer.err == "layerscope: the report is deep/now.html\n"
     assert cli("report", "c.json", "-o", "later.html").code == 0
     now, later = page(tmp_path / "deep" / "now.html"), page(tmp_path / "later.html")
-    numbered = re.compile(r"choice\d+")
-    assert numbered.sub("", now) == numbered.sub("", later)
+    assert f"layerscope compare {pair / 'a'} {pair / 'b'} --save_comparison c.json --html deep/now.html" in now
+    made = re.compile(r'<section class="facts"><ul><li class="long"><b>made with</b>.*?</section>|choice\d+')
+    assert made.sub("", now) == made.sub("", later)
 
 
 def test_a_report_says_which_command_made_a_run(cli, tmp_path):

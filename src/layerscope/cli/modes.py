@@ -188,7 +188,16 @@ def _ranked(ready: Prepared, modes: Sequence[str], progress: Progress) -> tuple[
         )
     )
     title = f"which layers of {ready.loaded.name} to keep in high precision"
-    return Document(title, tuple(parts)), Document(title, (*_drawn(measured), *parts))
+    return Document(title, tuple(parts)), Document(title, (*_drawn(measured), *parts, *_provenance(ready)))
+
+
+def _provenance(ready: Prepared) -> list[Part]:
+    from layerscope.recorder.provenance import said_of, versions
+
+    settings = [Fact(key, str(value)) for key, value in ready.settings.items() if value not in (None, "")]
+    facts = [Fact("model", ready.loaded.name), Fact("which is", said_of(ready.model)), Fact("seed", ready.loaded.seed)]
+    facts += [*settings, Fact("versions", versions())]
+    return [Heading("provenance"), Facts("provenance", tuple(facts), audience="page")]
 
 
 def _drawn(measured: Sequence[Sensitivity]) -> Iterator[Part]:

@@ -35,6 +35,9 @@ def page(finding: Finding, *, title: str = "diagnosis") -> Document:
     parts += _evidence(finding)
     if finding.rows:
         parts += [Heading("every call of every module"), _rows(finding)]
+    if finding.provenance:
+        facts = tuple(Fact(key, value) for key, value in finding.provenance.items() if value)
+        parts += [Heading("provenance"), Facts("provenance", facts, audience="page")]
     return Document(title, tuple(parts))
 
 
