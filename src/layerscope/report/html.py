@@ -50,7 +50,8 @@ __all__ = ["SUFFIX", "fragment", "policy", "render", "save"]
 
 SUFFIX = ".html"
 STATIC = 300  # rows of a table that stand in the page; a longer one has its rows in the data, and a window on them
-LONG = 42  # characters of a text that does not share its line
+LONG = 42  # characters of a text that may be broken over lines
+BESIDE = (18, 26)  # characters of a label and its value that share their line with others
 BARE = ' aria-label="drawn"'  # a column of bars beside their numbers needs no title
 _RIGHT: tuple[Kind, ...] = ("count", "number", "percent", "bytes")
 _SIGNS: dict[Tone, str] = {"plain": "", "quiet": "", "good": "\u2713", "warn": "\u26a0", "bad": "\u2717"}
@@ -312,13 +313,12 @@ def _facts(facts: Facts) -> str:
     if not shown:
         return ""
     title = f"<h3>{quoted(facts.title.rstrip(':'))}</h3>" if facts.title else ""
-    written = [(fact, write(fact.value, fact.kind)) for fact in shown]
-    items = "".join(
-        f"<li{_class('long' if len(fact.label + text) > LONG else '')}><b>{quoted(fact.label.rstrip(':'))}</b>"
-        f"<i{_class(fact.tone)}>{quoted(text)}</i></li>"
-        for fact, text in written
-    )
-    return f'<section class="facts">{title}<ul>{items}</ul></section>'
+    items = []
+    for fact in shown:
+        label, text = fact.label.rstrip(":"), write(fact.value, fact.kind)
+        alone = "" if len(label) <= BESIDE[0] and len(text) <= BESIDE[1] else "long"
+        items.append(f"<li{_class(alone)}><b>{quoted(label)}</b><i{_class(fact.tone)}>{quoted(text)}</i></li>")
+    return f'<section class="facts">{title}<ul>{"".join(items)}</ul></section>'
 
 
 def _said(sentence: Sentence) -> str:
