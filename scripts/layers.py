@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from layerscope import get_layer_hidden_states
-from layerscope.compiled import Compiled
+from layerscope.compile_taps import Compiled
 from layerscope.models import DEFAULT_PROMPT, Loaded
 from layerscope.models.inputs import Inputs
 from layerscope.points import Moment, Point

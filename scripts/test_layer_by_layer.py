@@ -29,7 +29,7 @@ try:
 
     import layerscope as ls
     from layerscope.cli.page import working
-    from layerscope.compiled import Compiled
+    from layerscope.compile_taps import Compiled
     from layerscope.errors import LayerscopeError
     from layerscope.models import Loaded, load_model
     from layerscope.models.inputs import Inputs

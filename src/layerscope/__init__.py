@@ -35,14 +35,14 @@ _HOME = {
     "assert_runs_match": "compare",
     "batches": "schedules",
     "compare": "compare",
-    "compile": "compiled",
+    "compile": "compile_taps",
     "convert": "store",
     "diagnose": "diagnose",
     "epochs": "schedules",
     "every": "schedules",
     "first": "schedules",
-    "get_layer_hidden_states": "compiled",
-    "load_compiled": "compiled",
+    "get_layer_hidden_states": "compile_taps",
+    "load_compiled": "compile_taps",
     "measure_floors": "twins",
     "mode": "modes",
     "open_run": "store",
@@ -95,7 +95,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from layerscope.compare import Comparison, Verdict, assert_runs_match, compare, outliers
-    from layerscope.compiled import compile, get_layer_hidden_states, load_compiled
+    from layerscope.compile_taps import compile, get_layer_hidden_states, load_compiled
     from layerscope.diagnose import Finding, diagnose
     from layerscope.errors import LayerscopeError
     from layerscope.modes import mode

@@ -33,7 +33,7 @@ def run(tmp_path):
 
 def drawn(path, width, *, over="steps", point="0"):
     """Return the lines at a width: {title: (drawing, what stands behind it)}."""
-    page, _ = document(open_run(path), "run", over=over, point=point, given={}, tell=lambda *_: None)
+    page, _ = document(open_run(path), "run", over=over, point=point, given={}, progress=lambda *_: None)
     lines = {}
     for line in terminal.render(page, width=width).splitlines():
         title, _, rest = line.partition("  ")

@@ -3,6 +3,7 @@
     python fuzzing.py TARGET SEEDS FOUND EXAMPLES SEED
 
 An answer is a value, or a LayerscopeError of one line. Anything else ends the process, and the input lies in FOUND.
+It prints how many inputs it tried.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import io
 import json
 import random
 import resource
+import shutil
 import sys
 import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -24,6 +27,7 @@ from hypothesis import strategies as st
 
 from layerscope.errors import LayerscopeError
 
+_tried = 0
 LONGEST = 2000  # letters of a sentence that anybody reads
 
 numbers = st.sampled_from(
@@ -48,7 +52,9 @@ def changed(content: bytes, asked: list[tuple[str, float, object]]) -> bytes:
     """Return the content after each edit."""
     data = bytearray(content)
     for kind, share, what in asked:
-        at = int(share * len(data))
+        # Of a large file most is room that says nothing.
+        told = [at for at, byte in enumerate(data) if byte not in b"\0 "] if len(data) > 1 << 15 else range(len(data))
+        at = told[int(share * len(told))] if told else 0
         if kind == "put":
             data[at : at + len(what)] = what
         elif kind == "insert":
@@ -85,7 +91,7 @@ def in_archive(content: bytes, asked: list[tuple[str, float, object]], which: in
 def program(path: Path) -> None:
     from layerscope.cli.points import model_document, selected_document
     from layerscope.report import terminal
-    from layerscope.runtimes.files import kind_of, listed
+    from layerscope.runtimes.model_files import kind_of, listed
 
     kind_of(path)
     listing = listed(path)
@@ -101,6 +107,22 @@ def dump(path: Path) -> None:
     for entry in run.records():
         for piece in entry.pieces(1 << 16):
             len(piece)
+
+
+def run(path: Path) -> None:
+    """A run of our own: looked at as `show` does, read, and recovered."""
+    from layerscope.pages.run import page
+    from layerscope.report import terminal
+    from layerscope.store import open_run, recover
+
+    folder = next(each for each in path.parents if each.name == "run")
+    with suppress(LayerscopeError):
+        opened = open_run(folder)
+        for entry in opened.records():
+            with suppress(LayerscopeError):
+                entry.tensor()
+        terminal.render(page(opened, "run"))
+    recover(folder)
 
 
 def inputs(path: Path) -> None:
@@ -186,8 +208,8 @@ def pairing(text: str) -> None:
 
 
 FILES: dict[str, Callable[[Path], None]] = {
-    "script": program, "export": program, "npz": dump, "pt": dump, "npy": dump, "inputs": inputs, "onnx": onnx,
-    "checkpoint": checkpoint,
+    "script": program, "export": program, "npz": dump, "pt": dump, "npy": dump, "run": run, "inputs": inputs,
+    "onnx": onnx, "checkpoint": checkpoint,
 }  # fmt: skip
 TEXTS: dict[str, Callable[[str], None]] = {"pattern": pattern, "schedule": schedule, "pairing": pairing}
 
@@ -225,7 +247,7 @@ def main(target: str, seeds: Path, found: Path, examples: int, number: int) -> N
                 assert_answered(lambda: TEXTS[target](text))
 
         else:
-            names = sorted(path.name for path in seeds.iterdir())
+            names = sorted(path.relative_to(seeds).as_posix() for path in seeds.rglob("*") if path.is_file())
             contents = {name: (seeds / name).read_bytes() for name in names}
             folder = Path(scratch)
 
@@ -233,23 +255,28 @@ def main(target: str, seeds: Path, found: Path, examples: int, number: int) -> N
             @options
             @given(asked=edits, name=st.sampled_from(names), inside=st.booleans(), which=st.integers(0, 99))
             def fuzz(asked: list[tuple[str, float, object]], name: str, inside: bool, which: int) -> None:
+                for left in folder.iterdir():
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
                 for other, content in contents.items():
+                    (folder / other).parent.mkdir(parents=True, exist_ok=True)
                     (folder / other).write_bytes(content)
                 whole = contents[name]
                 zipped = whole.startswith(b"PK") and inside
                 content = in_archive(whole, asked, which) if zipped else changed(whole, asked)
                 (folder / name).write_bytes(content)
-                kept(found / name, content)
+                kept(found / name.replace("/", "+"), content)
                 assert_answered(lambda: FILES[target](folder / name))
 
         fuzz()
     for path in found.iterdir():
         path.unlink()
-    sys.stdout.write(json.dumps({"target": target, "examples": examples}))
+    sys.stdout.write(json.dumps({"target": target, "inputs": _tried}))
 
 
 def kept(path: Path, content: bytes) -> None:
     """Have the input there, in case the process does not come back from it."""
+    global _tried
+    _tried += 1
     path.write_bytes(content)
 
 

@@ -18,7 +18,11 @@ from torch import nn
 import layerscope as ls
 import zoo
 from asserts import assert_no_hooks_left, assert_same_bits
-from layerscope.runtimes import forwards, gradients, hooks, ops, shares, torchscript
+from layerscope.runtimes import forwards, torchscript
+from layerscope.runtimes.eager import gradient_hooks as gradients
+from layerscope.runtimes.eager import hooks
+from layerscope.runtimes.eager import operations as ops
+from layerscope.runtimes.eager import shared_arguments as shares
 
 # Nothing but what catches everything: to raise in its place is no fault of ours.
 GUARDS = [

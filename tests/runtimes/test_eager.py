@@ -15,8 +15,8 @@ import zoo
 from asserts import assert_no_hooks_left, assert_same_bits, hooks_on
 from layerscope.points import Moment, Point
 from layerscope.runtimes import eager, find
-from layerscope.runtimes.sink import Seen
 from runtimes.contract import Contract
+from seen import Seen
 
 
 class TestEager(Contract):
@@ -474,7 +474,7 @@ def apart(model, run):
 
 def test_what_cannot_be_called_twice_is_said_and_not_summed(monkeypatch):
     model = zoo.Holder(lambda m, x: m.both(x, x), both=zoo.Holder(lambda m, a, b: a * 2 + b * 3))
-    monkeypatch.setattr("layerscope.runtimes.shares.why_not_again", lambda model: "it is alone")
+    monkeypatch.setattr("layerscope.runtimes.eager.shared_arguments.why_not_again", lambda model: "it is alone")
     x = torch.ones(2, requires_grad=True)
     with ls.record(model, ["both:grad_input", "both"]) as rec:
         model(x).sum().backward()
@@ -503,7 +503,7 @@ def test_gradients_that_cannot_be_added_are_missing_and_the_backward_goes_on(mon
     def fails(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr("layerscope.runtimes.gradients._sum", fails)
+    monkeypatch.setattr("layerscope.runtimes.eager.gradient_hooks._sum", fails)
     model = zoo.Holder(lambda m, x: m.square(x), square=zoo.Holder(lambda m, x: x * x.sin()))
     x = torch.ones(5, requires_grad=True)
     with ls.record(model, ["square:grad_input", "square:output"]) as rec:

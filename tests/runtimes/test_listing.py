@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import zoo
 from layerscope.models.tiny import tiny_transformer
 from layerscope.runtimes import find
-from layerscope.runtimes.files import listed, opened
 from layerscope.runtimes.listing import Listing
+from layerscope.runtimes.model_files import listed, opened
 
 
 def tied():

@@ -80,7 +80,7 @@ def test_what_the_taps_of_a_recording_change_is_in_the_run_and_on_every_page(tmp
         ("eager", None, {}),
         ("changed", fusing, {}),
         ("unchanged", "aot_eager", {}),
-        ("skipped", "aot_eager", {"observer": "skip"}),
+        ("skipped", "aot_eager", {"options": ls.RecordOptions(observer="skip")}),
     ):
         torch._dynamo.reset()
         made = torch.compile(model, backend=backend, fullgraph=True) if backend else model

@@ -104,8 +104,9 @@ def _keep_standard_streams() -> None:
 def _sentence(error: Exception) -> str:
     if isinstance(error, LayerscopeError):
         return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename!r}" if error.filename is not None else error.strerror
+    if isinstance(error, OSError) and str(error):
+        said = error.strerror or str(error)
+        return f"{said}: {error.filename!r}" if error.filename is not None else said
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"{what} (unexpected; LAYERSCOPE_TRACEBACK=1 shows where)"
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layerscope.cli import options
-from layerscope.cli.page import Tell, counting, leave, put, working
+from layerscope.cli.page import counting, leave, put, working
 from layerscope.errors import BadText, Incomparable, LayerscopeError
+from layerscope.progress import Progress
 from layerscope.report import Document, json
 from layerscope.report.writing import printable
 
@@ -110,8 +111,8 @@ def command(
     if limit is not None:
         how["limit"] = limit
     try:
-        with counting("comparing") as tell:
-            comparison = compared(reference, candidates, tell=tell, **how)
+        with counting("comparing") as progress:
+            comparison = compared(reference, candidates, progress=progress, **how)
     except KeyboardInterrupt:
         click.echo("layerscope: interrupted; nothing was written", err=True)
         return 130
@@ -132,7 +133,7 @@ def command(
     return 2 if wrong else int(_fails(comparison, fail_on, bands))
 
 
-def compared(reference: str, candidates: Sequence[str], *, tell: Tell | None = None, **how: Any) -> Comparison:
+def compared(reference: str, candidates: Sequence[str], *, progress: Progress | None = None, **how: Any) -> Comparison:
     """Compare; of several candidates, one that cannot be opened has a verdict that says so.
 
     Raises what opening raised when there is no other, and Incomparable when nothing of any can be compared.
@@ -152,7 +153,7 @@ def compared(reference: str, candidates: Sequence[str], *, tell: Tell | None = N
     readers = [one for one in opened if isinstance(one, Run)]
     if not readers:
         raise Incomparable("; ".join(one.verdict.because for one in opened if not isinstance(one, Run)))
-    comparison = compare(trusted, *readers, tell=tell, **how)
+    comparison = compare(trusted, *readers, progress=progress, **how)
     judged = iter(comparison)
     return replace(comparison, candidates=tuple(next(judged) if isinstance(one, Run) else one for one in opened))
 

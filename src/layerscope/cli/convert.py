@@ -75,9 +75,9 @@ def command(
         return 0
     from layerscope.store import convert
 
-    with counting("writing") as tell:
+    with counting("writing") as progress:
         done = convert(
-            source, target, layout=layout, mode=mode, points=patterns, overwrite=overwrite, tell=tell, **given
+            source, target, layout=layout, mode=mode, points=patterns, overwrite=overwrite, progress=progress, **given
         )
     put(document(done, target), "json" if as_json else "terminal")
     return 0

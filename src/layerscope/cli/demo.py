@@ -39,8 +39,8 @@ def command(to: str | None) -> None:
 
     place = (to or _free("runs/demo")).rstrip("/")
     reference, *candidates = _recorded(place)
-    with counting("comparing") as tell:
-        comparison = compare(reference, *candidates, tell=tell)
+    with counting("comparing") as progress:
+        comparison = compare(reference, *candidates, progress=progress)
     report = Path(f"{place}{markdown.SUFFIX}") if "://" not in place else None
     if report is not None:
         report.write_text(markdown.render(document(comparison)), encoding="utf-8")
@@ -57,7 +57,7 @@ def _recorded(place: str) -> list[Run]:
     ready = prepare(MODEL, calib_data_num=SAMPLES, calib_seqlen=TOKENS)
     modes = choose(["all"], ready.model).modes
     runs = []
-    with _one_thread(), counting("recording") as tell:
+    with _one_thread(), counting("recording") as progress:
         for one in record_modes(
             ready.model,
             modes,
@@ -67,7 +67,7 @@ def _recorded(place: str) -> list[Run]:
             setting=ready.setting,
             settings=ready.settings,
             name=MODEL,
-            tell=tell,
+            progress=progress,
         ):
             if one.error is not None:
                 raise one.error

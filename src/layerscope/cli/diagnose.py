@@ -90,7 +90,7 @@ def _diagnosed(pair: tuple[Loaded, Loaded], batch: Inputs, *, backward: bool, pa
     from layerscope.diagnose import diagnose
 
     reference, candidate = pair
-    with counting("diagnosing") as tell:
+    with counting("diagnosing") as progress:
         try:
             return diagnose(
                 reference.model,
@@ -98,7 +98,7 @@ def _diagnosed(pair: tuple[Loaded, Loaded], batch: Inputs, *, backward: bool, pa
                 batch.kwargs or batch.args,
                 backward=backward,
                 pairing=Path(pairing) if pairing is not None else (),
-                tell=lambda now: tell(now, 0, 0),
+                progress=progress,
             )
         except (LayerscopeError, OSError):
             raise

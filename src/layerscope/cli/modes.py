@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layerscope.cli import options
-from layerscope.cli.page import Tell, counting, leave, put
+from layerscope.cli.page import counting, leave, put
 from layerscope.cli.quality import evaluated, planned, windows
 from layerscope.cli.record import loaded_model
+from layerscope.progress import Progress
 from layerscope.report.parts import (
     Cell,
     Column,
@@ -92,14 +93,14 @@ def command(
     _refuse_mixtures(sensitivity=sensitivity, evaluate=evaluate, plan=plan, within=within, modes=modes, **asked)
     ready = loaded_model(model, modes_file=modes_file, usual=(SAMPLES, TOKENS), **asked)
     code, report = 0, None
-    with counting("measuring") as tell:
+    with counting("measuring") as progress:
         text = None if evaluate is None else windows(ready, evaluate, asked["calib_seqlen"])
         if sensitivity:
-            page, report = _ranked(ready, modes, tell)
+            page, report = _ranked(ready, modes, progress)
         elif within is not None:
-            page, code = planned(ready, modes or ("quant_only",), text, within, tell)
+            page, code = planned(ready, modes or ("quant_only",), text, within, progress)
         elif text is not None:
-            page, code = evaluated(ready, modes or ("all",), text, tell)
+            page, code = evaluated(ready, modes or ("all",), text, progress)
         else:
             page = _listed(ready)
     if html_to is not None:
@@ -169,7 +170,7 @@ def _listed(ready: Prepared) -> Document:
 # The ranking ------------------------------------------------------------------------------------
 
 
-def _ranked(ready: Prepared, modes: Sequence[str], tell: Tell) -> tuple[Document, Document]:
+def _ranked(ready: Prepared, modes: Sequence[str], progress: Progress) -> tuple[Document, Document]:
     """Return the page of the ranking, and the one to look at, with pictures above it."""
     from layerscope.modes import choose
     from layerscope.modes.sensitivity import sensitivity
@@ -178,7 +179,7 @@ def _ranked(ready: Prepared, modes: Sequence[str], tell: Tell) -> tuple[Document
     parts: list[Part] = []
     measured: list[Sensitivity] = []
     for mode in choose(modes, ready.model).modes:
-        found = sensitivity(ready.model, mode, batches, setting=ready.setting, tell=tell)
+        found = sensitivity(ready.model, mode, batches, setting=ready.setting, progress=progress)
         measured.append(found)
         parts += [Heading(f"{found.mode}: {mode.about}"), *_said(found), _table(found)]
     parts.append(
@@ -189,7 +190,16 @@ def _ranked(ready: Prepared, modes: Sequence[str], tell: Tell) -> tuple[Document
         )
     )
     title = f"which layers of {ready.loaded.name} to keep in high precision"
-    return Document(title, tuple(parts)), Document(title, (*_drawn(measured), *parts))
+    return Document(title, tuple(parts)), Document(title, (*_drawn(measured), *parts, *_provenance(ready)))
+
+
+def _provenance(ready: Prepared) -> list[Part]:
+    from layerscope.recorder.provenance import said_of, versions
+
+    settings = [Fact(key, str(value)) for key, value in ready.settings.items() if value not in (None, "")]
+    facts = [Fact("model", ready.loaded.name), Fact("which is", said_of(ready.model)), Fact("seed", ready.loaded.seed)]
+    facts += [*settings, Fact("versions", versions())]
+    return [Heading("provenance"), Facts("provenance", tuple(facts), audience="page")]
 
 
 def _drawn(measured: Sequence[Sensitivity]) -> Iterator[Part]:

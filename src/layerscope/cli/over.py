@@ -8,12 +8,12 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from layerscope.cli.page import Tell
 from layerscope.errors import Ambiguous, LayerscopeError, NoSuchPoint
 from layerscope.pages.completeness import completeness_parts, damage_of
 from layerscope.pages.selection import Given, spans
 from layerscope.pages.statistics import LOG_FROM, summary_of
 from layerscope.points import Moment, Point
+from layerscope.progress import Progress
 from layerscope.report.parts import Column, Document, Part, Profile, Sentence, Table, Value
 from layerscope.report.writing import many, number
 
@@ -43,11 +43,13 @@ class AxisPlace(NamedTuple):
     summary: Summary
 
 
-def document(run: Run, name: str, *, over: str, point: str, given: Given, tell: Tell) -> tuple[Document, list[Damage]]:
+def document(
+    run: Run, name: str, *, over: str, point: str, given: Given, progress: Progress
+) -> tuple[Document, list[Damage]]:
     """Build the page of one point over an axis, and return with it what cannot be read."""
     axis = AXES[over]
     one = _point(run, point)
-    places, unread = _places(run, one, axis, given, tell)
+    places, unread = _places(run, one, axis, given, progress)
     damaged = damage_of(run)
     known = {(d.point, d.moment) for d in damaged}
     damaged += [d for d in unread if (d.point, d.moment) not in known]
@@ -66,14 +68,16 @@ def _point(run: Run, text: str) -> Point:
     return found[0]
 
 
-def _places(run: Run, point: Point, axis: Axis, given: Given, tell: Tell) -> tuple[list[AxisPlace], list[Damage]]:
+def _places(
+    run: Run, point: Point, axis: Axis, given: Given, progress: Progress
+) -> tuple[list[AxisPlace], list[Damage]]:
     from layerscope.store import Damage
 
     found: dict[int, tuple[Moment, Summary]] = {}
     unread: list[Damage] = []
     entries = list(run.records(point, **given))
     for done, entry in enumerate(entries):
-        tell(str(entry.moment), done, len(entries))
+        progress(str(entry.moment), done, len(entries))
         at = getattr(entry.moment, axis)
         if at is None:
             raise NoSuchPoint(f"no epoch was named while {point} was recorded; --over steps shows it.")

@@ -10,20 +10,23 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from layerscope.report import Document, html, json, markdown, terminal
+import click
+
+from layerscope.progress import Progress
+from layerscope.report import Document, Fact, Facts, html, json, markdown, terminal
 from layerscope.report.writing import printable
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-__all__ = ["Form", "ReaderGone", "Tell", "counting", "leave", "put", "working"]
+__all__ = ["Form", "ReaderGone", "counting", "leave", "put", "working"]
 
 Form = Literal["terminal", "json", "markdown"]
-Tell = Callable[[str, int, int], None]  # what is being worked on, how much is done, of how much (0: nobody knows)
 PATIENCE = 0.5  # seconds without a bar: work that is over by then needs none
 
 
@@ -52,8 +55,9 @@ def put(document: Document, form: Form = "terminal") -> None:
 
 
 def leave(document: Document, to: str) -> None:
-    """Write the document as an HTML report, and say where it is."""
-    html.save(document, to)
+    """Write the document as an HTML report, with the command that made it at its end, and say where it is."""
+    made = Facts("command", (Fact("made with", click.get_current_context().obj),), audience="page")
+    html.save(replace(document, parts=(*document.parts, made)), to)
     sys.stderr.write(f"layerscope: the report is {printable(to)}\n")
 
 
@@ -68,13 +72,14 @@ def working(what: str) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def counting(what: str) -> Iterator[Tell]:
+def counting(what: str) -> Iterator[Progress]:
     """Show a bar on stderr, once the work has taken a while; the block says how far it is."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
     started = time.monotonic()
-    progress = Progress(
+    bar = Bar(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
@@ -85,16 +90,16 @@ def counting(what: str) -> Iterator[Tell]:
     )
     task: TaskID | None = None
 
-    def tell(now: str, done: int, total: int) -> None:
+    def progress(now: str, done: int, total: int) -> None:
         nonlocal task
         if time.monotonic() - started < PATIENCE:
             return
         if task is None:
-            progress.start()
-            task = progress.add_task(what, total=total or None)
-        progress.update(task, description=f"{what} {now}".strip(), completed=done, total=total or None)
+            bar.start()
+            task = bar.add_task(what, total=total or None)
+        bar.update(task, description=f"{what} {now}".strip(), completed=done, total=total or None)
 
     try:
-        yield tell
+        yield progress
     finally:
-        progress.stop()
+        bar.stop()

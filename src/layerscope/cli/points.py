@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 import click
 
 from layerscope.cli import options
-from layerscope.cli.page import Tell, counting, put, working
+from layerscope.cli.page import counting, put, working
 from layerscope.errors import Damaged, NewerFormat, NoSuchPoint, NotARun
 from layerscope.pages.completeness import completeness_parts, damage_of, run_facts
 from layerscope.pages.selection import by_depth
 from layerscope.pages.statistics import shape_text
 from layerscope.patterns import Place, select, split
 from layerscope.points import escape
+from layerscope.progress import Progress
 from layerscope.report.parts import Cell, Column, Document, Part, Sentence, Table, Value
 from layerscope.report.writing import many
-from layerscope.runtimes.files import is_file, kind_of, listed
 from layerscope.runtimes.listing import Listing
+from layerscope.runtimes.model_files import is_file, kind_of, listed
 
 if TYPE_CHECKING:
     from layerscope.store import Damage, Run
@@ -52,12 +53,12 @@ def command(of: str, patterns: tuple[str, ...], trust: bool, as_json: bool) -> i
     run = _run(of)
     damaged: list[Damage] = []
     if run is not None:
-        with counting("reading") as tell:
-            page, damaged = run_document(run, of, patterns, tell)
+        with counting("reading") as progress:
+            page, damaged = run_document(run, of, patterns, progress)
     elif kind_of(Path(of)) == "compiled":
         with working(f"reading {of}"):
             from layerscope.cli.tapped import tapped_document
-            from layerscope.compiled.saving import read_table
+            from layerscope.compile_taps.compiled_folder import read_table
 
             page = tapped_document(read_table(of), of, patterns)
     else:
@@ -96,7 +97,7 @@ def _run(of: str) -> Run | None:
 # A run ------------------------------------------------------------------------------------------
 
 
-def run_document(run: Run, name: str, patterns: Sequence[str], tell: Tell) -> tuple[Document, list[Damage]]:
+def run_document(run: Run, name: str, patterns: Sequence[str], progress: Progress) -> tuple[Document, list[Damage]]:
     """List what was recorded: point by point, how often, of what type and shape; and what cannot be read."""
     from layerscope.store import selected
 
@@ -109,7 +110,7 @@ def run_document(run: Run, name: str, patterns: Sequence[str], tell: Tell) -> tu
     kept: dict[str, set[str]] = {}
     for done, entry in enumerate(run.records()):
         if done % 1000 == 0:
-            tell("", done, run.manifest.completeness.records)
+            progress("", done, run.manifest.completeness.records)
         if entry.point not in wanted:
             continue
         text = str(entry.point)

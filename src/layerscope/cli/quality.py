@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from layerscope.cli.page import Tell
 from layerscope.errors import LayerscopeError
+from layerscope.progress import Progress
 from layerscope.report.parts import (
     Cell,
     Column,
@@ -46,7 +46,9 @@ def windows(ready: Prepared, given: str, length: int | None) -> list[torch.Tenso
 # The summary ------------------------------------------------------------------------------------
 
 
-def evaluated(ready: Prepared, modes: Sequence[str], text: Sequence[torch.Tensor], tell: Tell) -> tuple[Document, int]:
+def evaluated(
+    ready: Prepared, modes: Sequence[str], text: Sequence[torch.Tensor], progress: Progress
+) -> tuple[Document, int]:
     """Return the page of the modes on a text, and the exit code: 2 when one has failed.
 
     Raises the error itself when there is one mode alone.
@@ -60,7 +62,7 @@ def evaluated(ready: Prepared, modes: Sequence[str], text: Sequence[torch.Tensor
     failed: list[tuple[Mode, Exception]] = []
     for mode in choice.modes:
         try:
-            done.append(evaluate(ready.model, mode, text, setting=ready.setting, tell=tell))
+            done.append(evaluate(ready.model, mode, text, setting=ready.setting, progress=progress))
         except Exception as error:
             failed.append((mode, error))
     if not done:
@@ -138,7 +140,7 @@ def _depths(done: Sequence[Quality]) -> list[Part]:
 
 
 def planned(
-    ready: Prepared, modes: Sequence[str], text: Sequence[torch.Tensor] | None, within: float, tell: Tell
+    ready: Prepared, modes: Sequence[str], text: Sequence[torch.Tensor] | None, within: float, progress: Progress
 ) -> tuple[Document, int]:
     """Return the page of a plan, and the exit code: 1 when no plan is within the budget."""
     from layerscope.modes import choose
@@ -149,7 +151,7 @@ def planned(
         measure, what = perplexity_increase(ready.model, text), "of perplexity more than the model's"
     else:
         measure, what = last_layer_error(ready.model, list(ready.batches())), "relative L2 error of the last layer"
-    found = plan(ready.model, choice.modes, measure, within=within, setting=ready.setting, tell=tell)
+    found = plan(ready.model, choice.modes, measure, within=within, setting=ready.setting, progress=progress)
     left_out = [*found.left_out, *((mode.name, why) for mode, why in choice.left_out)]
     best = found.best
     code = best.code()

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from layerscope.cli import options
-from layerscope.cli.page import Tell, counting, put, working
+from layerscope.cli.page import counting, put, working
 from layerscope.errors import BadModel, BadText, LayerscopeError, RunBusy, RunExists
 from layerscope.pages.completeness import completeness_parts
 from layerscope.patterns import Pattern
 from layerscope.points import SIDES, Side
+from layerscope.progress import Progress
 from layerscope.ranks import rank
 from layerscope.report.parts import Document, Fact, Facts, Part
 from layerscope.report.writing import printable
@@ -215,13 +216,17 @@ def _record(
     is_new = not append and "://" not in to and not os.path.lexists(to)
     settings = ready.settings | ({} if stop_after is None else {"stop_after": stop_after})
     try:
-        with counting("recording") as tell:
+        with counting("recording") as progress:
             options = RecordOptions(
-                name=name, settings=settings, observer=observer, precision_faithful=precision_faithful, tell=tell
+                name=name,
+                settings=settings,
+                observer=observer,
+                precision_faithful=precision_faithful,
+                progress=progress,
             )
             recording = record(ready.model, taps, to=to, keep=keep, append=append, options=options, **how)
             with recording, ending(ready.model, stop_after):
-                _forwards(recording.model, batches, forward, tell)
+                _forwards(recording.model, batches, forward, progress)
     except (RunExists, RunBusy):
         raise
     except BaseException:
@@ -237,11 +242,13 @@ def _record(
     return Document(f"recorded {name}", tuple(parts))
 
 
-def _forwards(model: Any, batches: Iterator[Inputs], forward: Callable[[Any, Inputs], None], tell: Tell) -> None:
+def _forwards(
+    model: Any, batches: Iterator[Inputs], forward: Callable[[Any, Inputs], None], progress: Progress
+) -> None:
     from layerscope.modes.stopping import Enough
 
     for done, batch in enumerate(batches):
-        tell(f"forward {done}", done, 0)
+        progress(f"forward {done}", done, 0)
         with suppress(Enough):
             forward(model, batch)
 

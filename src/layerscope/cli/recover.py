@@ -28,8 +28,8 @@ def command(run: str, to: str | None, as_json: bool) -> int:
     """
     from layerscope.store import recover
 
-    with counting("recovering") as tell:
-        done = recover(run, to=to, progress=tell)
+    with counting("recovering") as progress:
+        done = recover(run, to=to, progress=progress)
     sealed = f"{many(done.sealed, 'segment')} sealed" if done.sealed else "nothing to seal"
     kept = f"{sealed}, {many(done.verified, 'record')} verified"
     damaged = [damage for damage in done.lost if damage.acknowledged]

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from layerscope.cli import options
-from layerscope.cli.page import Tell, counting
+from layerscope.cli.page import counting
+from layerscope.progress import Progress
 from layerscope.report import html
 from layerscope.report.parts import Document, Fold, Part, Sentence, renamed
 from layerscope.report.writing import printable
@@ -30,13 +31,13 @@ def command(what: tuple[str, ...], to: str) -> None:
 
     The file needs nothing else: no network, no program but a browser.
     """
-    with counting("reading") as tell:
-        pages = [_page(one, tell) for one in what]
+    with counting("reading") as progress:
+        pages = [_page(one, progress) for one in what]
     html.save(pages[0] if len(pages) == 1 else _together(pages), to)
     click.echo(f"the report is {printable(to)}")
 
 
-def _page(address: str, tell: Tell) -> Document:
+def _page(address: str, progress: Progress) -> Document:
     if address.endswith(".json") and Path(address).is_file():
         from layerscope.compare.page.html_page import page as compared
         from layerscope.compare.page.saved import loads
@@ -45,7 +46,7 @@ def _page(address: str, tell: Tell) -> Document:
     from layerscope.pages.run import page
     from layerscope.store import open_run
 
-    return page(open_run(address), address, tell=tell)
+    return page(open_run(address), address, progress=progress)
 
 
 def _together(pages: Sequence[Document]) -> Document:

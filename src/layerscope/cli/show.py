@@ -11,12 +11,13 @@ import click
 from layerscope.cli import options
 from layerscope.cli.over import AXES
 from layerscope.cli.over import document as lines
-from layerscope.cli.page import Tell, counting, leave, put
+from layerscope.cli.page import counting, leave, put
 from layerscope.pages.adjacent import Change, chains, changes
 from layerscope.pages.completeness import completeness_parts, damage_of, run_facts
 from layerscope.pages.selection import Given, at, spans
 from layerscope.pages.statistics import PointRow, broken_parts, name_cell, point_tables, rows_at
 from layerscope.points import Moment, Point
+from layerscope.progress import Progress
 from layerscope.report.parts import Cell, Column, Document, Heading, Part, Sentence, Table, Tone, Value
 from layerscope.report.writing import NOTHING, number
 
@@ -69,13 +70,15 @@ def command(
         raise click.UsageError("--channels is a page of its own; leave out --adjacent and --over.")
     if (over is None) != (point is None) or (over and (patterns or adjacent)):
         raise click.UsageError("a line is asked for with --over steps --point POINT, and shows that point alone.")
-    with counting("reading") as tell:
+    with counting("reading") as progress:
         if channels:
-            page, damaged = channel_document(open_run(run), run, patterns=patterns, given=given, tell=tell)
+            page, damaged = channel_document(open_run(run), run, patterns=patterns, given=given, progress=progress)
         elif over is not None and point is not None:
-            page, damaged = lines(open_run(run), run, over=over, point=point, given=given, tell=tell)
+            page, damaged = lines(open_run(run), run, over=over, point=point, given=given, progress=progress)
         else:
-            page, damaged = document(open_run(run), run, patterns=patterns, given=given, adjacent=adjacent, tell=tell)
+            page, damaged = document(
+                open_run(run), run, patterns=patterns, given=given, adjacent=adjacent, progress=progress
+            )
     if html_to is not None:
         shown = None if channels or over else open_run(run)
         leave(page if shown is None else _report(shown, run, patterns, given, adjacent=adjacent), html_to)
@@ -88,17 +91,17 @@ def _report(run: Run, name: str, patterns: Sequence[str], given: Given, *, adjac
     from layerscope.pages.run import page
     from layerscope.store import selected
 
-    with counting("reading") as tell:
+    with counting("reading") as progress:
         extra: list[Part] = []
         if adjacent and run.points:
             points = selected(run, patterns)
-            rows, _ = rows_at(run, points, at(run, points, given)[1], tell)
-            extra = [*adjacent_parts(run, rows, layers_only=not patterns, tell=tell)]
-        return page(run, name, patterns=patterns, given=given, extra=extra, tell=tell)
+            rows, _ = rows_at(run, points, at(run, points, given)[1], progress)
+            extra = [*adjacent_parts(run, rows, layers_only=not patterns, progress=progress)]
+        return page(run, name, patterns=patterns, given=given, extra=extra, progress=progress)
 
 
 def document(
-    run: Run, name: str, *, patterns: Sequence[str], given: Given, adjacent: bool, tell: Tell
+    run: Run, name: str, *, patterns: Sequence[str], given: Given, adjacent: bool, progress: Progress
 ) -> tuple[Document, list[Damage]]:
     """Build the page of a run: how complete it is, the statistics at one moment, and the changes when asked.
 
@@ -111,18 +114,18 @@ def document(
     if run.points:
         points = selected(run, patterns)
         moment, entries = at(run, points, given)
-        rows, unread = rows_at(run, points, entries, tell)
+        rows, unread = rows_at(run, points, entries, progress)
         parts += [Sentence(text, "quiet") for text in _which(run, points, moment, given, rows)]
         parts += broken_parts(rows)
         parts += point_tables(rows)
         if adjacent:
-            parts += adjacent_parts(run, rows, layers_only=not patterns, tell=tell)
+            parts += adjacent_parts(run, rows, layers_only=not patterns, progress=progress)
     damaged = _all_damaged(run, unread)
     return Document(name, (*completeness_parts(run, name, damaged=damaged), run_facts(run), *parts)), damaged
 
 
 def channel_document(
-    run: Run, name: str, *, patterns: Sequence[str], given: Given, tell: Tell
+    run: Run, name: str, *, patterns: Sequence[str], given: Given, progress: Progress
 ) -> tuple[Document, list[Damage]]:
     """Build the page of the channels that stand out, and return with it what cannot be read."""
     from layerscope.compare import outliers
@@ -131,7 +134,7 @@ def channel_document(
     unread: list[Damage] = []
     if run.points:
         when: dict[str, Any] = dict(given)
-        found = outliers(run, patterns, tell=tell, **when)
+        found = outliers(run, patterns, progress=progress, **when)
         parts, unread = [*found.parts()], [*found.damaged]
     damaged = _all_damaged(run, unread)
     return Document(name, (*completeness_parts(run, name, damaged=damaged), run_facts(run), *parts)), damaged
@@ -165,7 +168,7 @@ def _which(run: Run, points: Sequence[Point], moment: Moment, given: Given, rows
         yield f"ranks {spans(ranks)} added up (--rank N shows one)"
 
 
-def adjacent_parts(run: Run, rows: Sequence[PointRow], *, layers_only: bool, tell: Tell) -> Iterator[Part]:
+def adjacent_parts(run: Run, rows: Sequence[PointRow], *, layers_only: bool, progress: Progress) -> Iterator[Part]:
     """Build the tables of changes from each layer to the next, one for each chain of layers."""
     entries = [row.entries[0] for row in rows if row.point.side == "output" or not layers_only]
     found = chains(entries, layers_only=layers_only)
@@ -174,7 +177,7 @@ def adjacent_parts(run: Run, rows: Sequence[PointRow], *, layers_only: bool, tel
 
     def told(place: str) -> None:
         nonlocal done
-        tell(place, done, links)
+        progress(place, done, links)
         done += 1
 
     if not found:

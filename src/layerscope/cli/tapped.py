@@ -12,7 +12,7 @@ from layerscope.report.parts import Column, Document, Fact, Facts, Part, Sentenc
 from layerscope.report.writing import many
 
 if TYPE_CHECKING:
-    from layerscope.compiled.saving import Saved
+    from layerscope.compile_taps.compiled_folder import Saved
 
 __all__ = ["tapped_document"]
 

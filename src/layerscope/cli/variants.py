@@ -69,7 +69,7 @@ def record_variants(
     choice = choose(modes, ready.model)
     there = {mode.name for mode in choice.modes if os.path.lexists(Path(to) / mode.name)}
     done: list[Recorded] = []
-    with counting("recording") as tell:
+    with counting("recording") as progress:
         for one in record_modes(
             ready.model,
             choice.modes,
@@ -87,7 +87,7 @@ def record_variants(
             forward=forward,
             stop_after=stop_after,
             floors=floors and not stop_after and keep != "summary",
-            tell=tell,
+            progress=progress,
         ):
             done.append(one)
             if one.error is not None and not append and "://" not in to and one.mode.name not in there:

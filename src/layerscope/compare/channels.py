@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from layerscope.errors import LayerscopeError, NoSuchPoint
 from layerscope.points import Point
+from layerscope.progress import Progress
 from layerscope.report.parts import Cell, Column, Document, Notes, Part, Sentence, Value
 from layerscope.report.parts import Table as Grid
 from layerscope.report.writing import many
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 MOST_TOKENS = 0.2  # the share of a channel's places from which it is said to be carried by most of them
 SHOWN = 40  # rows of a page
 _NUMBERS = ("absmax", "mean", "rms", "share", "kurtosis", "tokens")
-
-Tell = Callable[[str, int, int], None]
 
 
 @final
@@ -92,7 +91,7 @@ def outliers(
     batch: int | None = None,
     call: int | None = None,
     rank: int | None = None,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Outliers:
     """Find the channels that stand out in a run, over all its records or those of one epoch, step, batch, call or rank.
 
@@ -107,8 +106,8 @@ def outliers(
     without: list[Point] = []
     other: list[Point] = []
     for done, point in enumerate(points):
-        if tell is not None:
-            tell(point.place, done, len(points))
+        if progress is not None:
+            progress(point.place, done, len(points))
         one = _Gathered(point, times)
         for entry in reader.records(point, epoch=epoch, step=step, batch=batch, call=call, rank=rank):
             if entry.point != point:

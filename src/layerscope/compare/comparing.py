@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,7 +25,8 @@ from layerscope.compare.record_pair import RecordPair
 from layerscope.compare.result import Against, Comparison, Row
 from layerscope.compare.verdicts import judge, verdict
 from layerscope.errors import BadText, Incomparable, NoSuchPoint
-from layerscope.report.notebook import progress
+from layerscope.progress import Progress
+from layerscope.report.notebook import bar
 from layerscope.store import Run, open_run, selected
 from layerscope.store.address import Address
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import torch
 
 
-Tell: TypeAlias = Callable[[str, int, int], None]
 Runs: TypeAlias = "Address | Run | Sequence[Address | Run]"
 
 # Of the points, as many may be far finer than an arithmetic: embeddings, and what norms make of them.
@@ -56,7 +55,7 @@ def compare(
     arithmetic: str | None = None,
     tokens: Any = None,
     threads: int | None = None,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Compare candidates with a reference, point by point and moment by moment.
 
@@ -86,15 +85,15 @@ def compare(
 
     left = Records(trusted)
     plans = [Plan(left, Records(run), declared, asked, tokens=counting) for run in others]
-    wanted = {one.key for plan in plans for one in plan.pairs}
+    wanted = {one.key for plan in plans for one in plan.pairs} if quiet else set()
     floors = [Plan(left, Records(run), declared, tokens=counting) for run in quiet]
     for plan in floors:
         plan.pairs = [one for one in plan.pairs if one.key in wanted]
     for rule in declared:
         if all(rule in plan.alignment.idle for plan in (*plans, *floors)):
             raise NoSuchPoint(plans[0].alignment.idle[rule])
-    with progress("comparing") as shown:
-        _run([*plans, *floors], threads=threads or _cores(), tell=tell or shown)
+    with bar("comparing") as shown:
+        _run([*plans, *floors], threads=threads or _cores(), progress=progress or shown)
     for plan in (*plans, *floors):
         follow_choices(plan.pairs)
     said = [
@@ -164,17 +163,18 @@ def _cores() -> int:
 # Measuring --------------------------------------------------------------------------------------
 
 
-def _run(plans: Sequence[Plan], *, threads: int, tell: Tell) -> None:
+def _run(plans: Sequence[Plan], *, threads: int, progress: Progress) -> None:
     """Measure every pair: tiny ones in turn, others side by side, large ones with all threads, one after the other."""
-    work = [(plan, one) for plan in plans for one in plan.pairs]
-    side_by_side = [(p, one) for p, one in work if _TINY <= one.nbytes < _LARGE] if threads > 1 else []
-    apart = set(map(itemgetter(1), side_by_side))
+    count = sum(len(plan.pairs) for plan in plans)
+    side_by_side: list[tuple[Plan, RecordPair]] = []
     done = 0
-    for plan, one in work:
-        if one not in apart:
+    for plan, one in ((each, one) for each in plans for one in each.pairs):
+        if threads > 1 and _TINY <= one.nbytes < _LARGE:
+            side_by_side.append((plan, one))
+        else:
             plan.measure(one, threads=threads)
             done += 1
-            tell(one.point.place, done, len(work))
+            progress(one.point.place, done, count)
     if not side_by_side:
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="layerscope-compare") as pool:
@@ -191,7 +191,7 @@ def _run(plans: Sequence[Plan], *, threads: int, tell: Tell) -> None:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     future.result()
                     done += 1
-                    tell(running.pop(future).point.place, done, len(work))
+                    progress(running.pop(future).point.place, done, count)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -349,6 +349,8 @@ def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         if effect := run.manifest.settings.get("observer_effect"):
             where = f" in {run.manifest.runtime}" if run.manifest.runtime else ""
             yield f"{role} was recorded{where}: {effect}"
+        if names := run.manifest.settings.get("names"):
+            yield f"{role} was recorded from a file without metadata: {names}"
         if run.layout == "layerscope" and not run.complete and (said := _incomplete(run)):
             yield f"{role} is {said}; what is not there was not compared"
     seen = [run.manifest.settings.get("inputs") for run in (plan.left.run, plan.right.run)]

@@ -14,13 +14,14 @@ Both models are left as they were.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from layerscope.compare.align.pairing import PairingRule, parse_rules
 from layerscope.compare.result import Verdict
@@ -36,9 +37,11 @@ from layerscope.diagnose.replay.passes import Passes, told
 from layerscope.diagnose.replay.replay import Guidance, Guided, Site
 from layerscope.diagnose.replay.sides import ModelSide, main_dtype
 from layerscope.errors import BadModel, Unsupported
-from layerscope.report.notebook import progress
+from layerscope.progress import Progress
+from layerscope.recorder.provenance import said_of, versions
+from layerscope.report.notebook import bar
 from layerscope.report.writing import number, some
-from layerscope.runtimes.state import kept
+from layerscope.runtimes.snapshot import restored
 
 
 def diagnose(
@@ -48,7 +51,7 @@ def diagnose(
     *,
     backward: bool = False,
     pairing: str | PathLike[str] | Sequence[PairingRule] = (),
-    tell: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Finding:
     """Name the module where two models that should agree part, with the cause; `root` is None when they are healthy.
 
@@ -64,13 +67,27 @@ def diagnose(
                 f"{type(model).__name__} has weights on the meta device, which hold no numbers; load them first."
             )
     parsed = _parsed(pairing)
-    with kept(reference, candidate) as restore, progress("diagnosing:") as shown:
-        say = tell or (lambda now: shown(now, 0, 0))
+    with restored(reference, candidate) as restore, bar("diagnosing:") as shown:
+        said = progress or shown
         ours = ModelSide.of(reference, inputs, backward=backward)
         theirs = ModelSide.of(candidate, inputs, backward=backward)
-        say("running both models")
+        said("running both models", 0, 0)
         passes = Passes.begin(ours, theirs, restore, rules=parsed)
-        return _Diagnosis(passes, say).finding()
+        return replace(_Diagnosis(passes, said).finding(), provenance=_provenance(reference, candidate, inputs))
+
+
+def _provenance(reference: nn.Module, candidate: nn.Module, inputs: object) -> dict[str, str]:
+    """Say what was judged."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    shapes = ("\u00d7".join(map(str, one.shape)) or "one value" for one in tensors)
+    dtypes = (str(one.dtype).removeprefix("torch.") for one in tensors)
+    return {
+        "reference": said_of(reference),
+        "candidate": said_of(candidate),
+        "inputs": ", ".join(f"{shape} {dtype}" for shape, dtype in zip(shapes, dtypes, strict=True)),
+        "seed": str(torch.initial_seed()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+    }
 
 
 def _parsed(rules: str | PathLike[str] | Sequence[PairingRule]) -> Sequence[PairingRule]:
@@ -84,15 +101,15 @@ def _parsed(rules: str | PathLike[str] | Sequence[PairingRule]) -> Sequence[Pair
 class _Diagnosis:
     """One diagnosis under way."""
 
-    def __init__(self, passes: Passes, say: Callable[[str], None]) -> None:
+    def __init__(self, passes: Passes, said: Progress) -> None:
         self.passes = passes
         self.guided = self.floor = Guided()
         self.leniency = 1.0
-        self.say = say
+        self.said = said
 
     def finding(self) -> Finding:
         passes = self.passes
-        self.say("running the candidate on the reference's values")
+        self.said("running the candidate on the reference's values", 0, 0)
         self.guided = guided = passes.candidate()
         if guided.raised is None and not any(measure.count for measure in guided.measured.values()):
             raise BadModel(
@@ -111,7 +128,7 @@ class _Diagnosis:
 
         blames: list[Blame] = []
         if suspects:
-            self.say(f"looking into {', '.join(called(s.name) for s in suspects[:3])}")
+            self.said(f"looking into {', '.join(called(s.name) for s in suspects[:3])}", 0, 0)
             look = look_again(suspects, passes, self.floor)
             causes = explain(suspects, passes, guided, look)
             proofs, final = confirm(suspects, passes, final, look)
@@ -143,7 +160,7 @@ class _Diagnosis:
         hungry = {row.key for row in judged if row.judged.guilty} & guided.missing.keys()
         supplied = missing_arguments(hungry, guided, passes)
         if supplied:
-            self.say("handing on what the candidate's code does not")
+            self.said("handing on what the candidate's code does not", 0, 0)
             fed = passes.candidate(Guidance(supplied=supplied))
             others = self.judged(fed)
             still = {row.key for row in others if row.judged.guilty and row.key in hungry}
@@ -157,7 +174,7 @@ class _Diagnosis:
         passes, guided = self.passes, self.guided
         passes.learn(guided)
         if passes.other_dtypes:
-            self.say("running the reference in the candidate's dtypes")
+            self.said("running the reference in the candidate's dtypes", 0, 0)
             self.floor = passes.floor(Guidance(known=guided.measured))
             if self.floor.raised is not None:
                 self.leniency = UNKNOWN
@@ -181,7 +198,7 @@ class _Diagnosis:
             )
         }
         if doubtful:
-            self.say("trying what a unit in the last place does")
+            self.said("trying what a unit in the last place does", 0, 0)
             every = ROUNDED if passes.other_dtypes else 1
             nudged = passes.floor(Guidance(again=NUDGE, every=every, only=doubtful)).measured
         return judged_rows(passes, guided, floor.measured, nudged, leniency=leniency)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from layerscope.errors import MissingExtra
-from layerscope.integrations.progress import Progress, samples_of
+from layerscope.integrations.training import Training, samples_of
 
 try:
     from accelerate.state import GradientState
@@ -37,13 +37,13 @@ def batches(loader: Iterable[Batch], *watchers: Monitor | Watch, epoch: int) -> 
     What `accelerate.skip_first_batches` skipped counts, so that a resumed epoch goes on with the right number. The
     sample indices are recorded where the loader's sampler gives them. Between one epoch and the next nothing is.
     """
-    progress = Progress(*watchers)
+    training = Training(*watchers)
     gradients = GradientState()
     skipped = _skipped(loader)
     with samples_of(loader) as drawn:
         try:
             for number, batch in enumerate(loader):
-                progress.batch(
+                training.batch(
                     epoch=epoch,
                     batch=skipped + number,
                     within=not gradients.sync_gradients,
@@ -51,7 +51,7 @@ def batches(loader: Iterable[Batch], *watchers: Monitor | Watch, epoch: int) -> 
                 )
                 yield batch
         finally:
-            progress.epoch_done()
+            training.epoch_done()
 
 
 def _skipped(loader: object) -> int:

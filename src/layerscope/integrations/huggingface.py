@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from layerscope.errors import MissingExtra
-from layerscope.integrations.progress import Progress, Watcher, samples_of
+from layerscope.integrations.training import Training, Watcher, samples_of
 
 try:
     from transformers.trainer_callback import TrainerCallback
@@ -38,7 +38,7 @@ class MonitorCallback(TrainerCallback):
     """Tell Monitors and Watches where a Trainer stands; save at each epoch's end, let go at the end."""
 
     def __init__(self, *watchers: Watcher) -> None:
-        self._progress = Progress(*watchers)
+        self._training = Training(*watchers)
         self._epoch = 0
         self._batch = 0
         self._loader = ExitStack()  # with its sampler as it was
@@ -47,7 +47,7 @@ class MonitorCallback(TrainerCallback):
     @property
     def watches(self) -> list[Watch]:
         """The Watches: those that were given, then those that were made."""
-        return self._progress.watches
+        return self._training.watches
 
     def __enter__(self) -> MonitorCallback:
         return self
@@ -56,14 +56,14 @@ class MonitorCallback(TrainerCallback):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._loader.close()
-        self._progress.finish(error)
+        self._training.finish(error)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **said: Any) -> None:
         """Begin where the Trainer begins: at the start, or behind a checkpoint."""
         self._epoch, self._batch = _first_batch(args, state, said["train_dataloader"])
         self._loader.close()
         self._drawn = self._loader.enter_context(samples_of(said["train_dataloader"]))
-        self._progress.start(said["model"], said["optimizer"])
+        self._training.start(said["model"], said["optimizer"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **said: Any) -> None:
         """Name the first batch of an optimizer step."""
@@ -77,21 +77,21 @@ class MonitorCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **said: Any) -> None:
         """Rest until the next step: an evaluation may come."""
         self._batch += 1
-        self._progress.rest()
+        self._training.rest()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **said: Any) -> None:
         """Save the epoch, whole or stopped early."""
-        self._progress.epoch_done()
+        self._training.epoch_done()
         self._epoch, self._batch = self._epoch + 1, 0
 
     def on_train_end(self, args: Any, state: Any, control: Any, **said: Any) -> None:
         """Let go of the model."""
         self._loader.close()
-        self._progress.finish()
+        self._training.finish()
 
     def _name_batch(self, state: Any, *, within: bool = False) -> None:
         samples = None if self._drawn is None else self._drawn.of(self._batch)
-        self._progress.batch(
+        self._training.batch(
             epoch=self._epoch, batch=self._batch, step=state.global_step, within=within, samples=samples
         )
 

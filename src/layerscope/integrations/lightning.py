@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import DataLoader
 
 from layerscope.errors import MissingExtra
-from layerscope.integrations.progress import Progress, Watcher
+from layerscope.integrations.training import Training, Watcher
 from layerscope.monitor.loaders import Pass, following
 
 try:
@@ -39,8 +39,8 @@ class MonitorCallback(Callback):
 
     def __init__(self, *watchers: Watcher) -> None:
         super().__init__()
-        self._progress = Progress(*watchers)
-        for monitor in self._progress.monitors:
+        self._training = Training(*watchers)
+        for monitor in self._training.monitors:
             monitor.leave_sigterm_alone()
         self._following = ExitStack()
         self._passes = _Passes()
@@ -49,7 +49,7 @@ class MonitorCallback(Callback):
     @property
     def watches(self) -> list[Watch]:
         """The Watches: those that were given, then those that were made."""
-        return self._progress.watches
+        return self._training.watches
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Follow the loaders before the first of them is begun."""
@@ -59,13 +59,13 @@ class MonitorCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch."""
         self._pass = None
-        self._progress.start(pl_module, trainer.optimizers[0] if trainer.optimizers else None)
+        self._training.start(pl_module, trainer.optimizers[0] if trainer.optimizers else None)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Name the batch; Lightning begins no epoch when it goes on in the middle of one."""
         if batch_idx == 0:
             self._pass = self._passes.last(trainer.train_dataloader)
-        self._progress.batch(
+        self._training.batch(
             epoch=trainer.current_epoch,
             batch=batch_idx,
             step=trainer.global_step,
@@ -75,27 +75,27 @@ class MonitorCallback(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Have rules stop before the weights are moved; gradients are not clipped yet."""
-        self._progress.judge()
+        self._training.judge()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Rest until the next batch: a validation may come."""
-        self._progress.rest()
+        self._training.rest()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the epoch, whole or stopped early."""
-        self._progress.epoch_done()
+        self._training.epoch_done()
         self._pass = None
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let go of the model; the exception goes on."""
         self._following.close()
-        self._progress.finish(exception)
+        self._training.finish(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let go of the model when the fit is over."""
         if stage == "fit":
             self._following.close()
-            self._progress.finish()
+            self._training.finish()
 
 
 class _Passes:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerscope.compiled.hidden_states import remember
+from layerscope.compile_taps.hidden_states import remember
 from layerscope.errors import MissingExtra, NothingRecorded, Unsupported
 from layerscope.recorder import Recording, RecordOptions, record
 

@@ -17,7 +17,7 @@ from layerscope.errors import BadModel
 from layerscope.models.functions import function_at, is_function
 from layerscope.models.huggingface import is_checkpoint, load_checkpoint
 from layerscope.models.inputs import DEFAULT_PROMPT, FORMS, Inputs, batches_of, bytes_as_ids, read_inputs
-from layerscope.runtimes.files import SUFFIXES, is_file, kind_of, opened
+from layerscope.runtimes.model_files import SUFFIXES, is_file, kind_of, opened
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +145,7 @@ def load_model(text: str, *, seed: int = 0, weights: Path | None = None) -> Load
     if folder.suffix.lower() in SUFFIXES and folder.is_file():
         return Loaded(text, opened(folder), seed)
     if kind_of(folder) == "compiled":
-        from layerscope.compiled import load_compiled
+        from layerscope.compile_taps import load_compiled
 
         return Loaded(text, load_compiled(folder), seed)
     raise BadModel(f"{text!r} {_why_not(folder)}; {_forms(text)}")

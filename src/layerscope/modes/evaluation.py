@@ -25,8 +25,9 @@ from layerscope.models import Inputs, Loaded
 from layerscope.models.inputs import bytes_as_ids
 from layerscope.modes.feeding import fitted
 from layerscope.modes.layers import stack_of
-from layerscope.modes.recording import Tell, plain_forward
+from layerscope.modes.recording import plain_forward
 from layerscope.modes.registry import Mode, Setting, choose, variant
+from layerscope.progress import Progress
 from layerscope.runtimes.values import leaves
 
 __all__ = [
@@ -74,7 +75,7 @@ def evaluate(
     windows: Sequence[torch.Tensor],
     *,
     setting: Setting | None = None,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Quality:
     """Run a model and one of its modes on the same windows of token ids; see `Quality`.
 
@@ -86,8 +87,8 @@ def evaluate(
     agreed, divergence, loss, tokens = 0, 0.0, 0.0, 0
     off, size = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
     for at, window in enumerate(windows):
-        if tell is not None:
-            tell(f"{one.name}: window {at}", at, len(windows))
+        if progress is not None:
+            progress(f"{one.name}: window {at}", at, len(windows))
         with layer_outputs(model, names) as wanted:
             reference = _logits(model, window)
         with layer_outputs(other, names) as got:

@@ -26,9 +26,10 @@ from layerscope.modes.evaluation import layer_outputs, perplexity
 from layerscope.modes.feeding import fitted
 from layerscope.modes.layers import stack_of
 from layerscope.modes.mixing import Mixture, mixed, stored_bits
-from layerscope.modes.recording import Tell, plain_forward
+from layerscope.modes.recording import plain_forward
 from layerscope.modes.registry import Mode, Setting
 from layerscope.modes.sensitivity import Measure, Share, relative_l2, sensitivities
+from layerscope.progress import Progress
 
 __all__ = ["Plan", "Planned", "last_layer_error", "perplexity_increase", "plan"]
 
@@ -107,7 +108,7 @@ def plan(
     *,
     within: float,
     setting: Setting | None = None,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Planned:
     """Find which parts of `model` to keep, for each mode, so that `measure` is at most `within`.
 
@@ -136,7 +137,7 @@ def plan(
             left_out.append((mode.name, "it takes no fewer bits than that, even with nothing kept"))
         elif (mixture := made(mode)) is not None:
             try:
-                plans.append(_Search(mixture, measure, within, setting, tell).plan())
+                plans.append(_Search(mixture, measure, within, setting, progress).plan())
             except Exception as error:
                 failed = error
                 left_out.append((mode.name, _told(error)))
@@ -187,9 +188,11 @@ def perplexity_increase(model: nn.Module, windows: Sequence[torch.Tensor]) -> Me
 class _Search:
     """One mode: what was tried, and how far off it was."""
 
-    def __init__(self, mixture: Mixture, measure: Measure, within: float, setting: Setting, tell: Tell | None) -> None:
+    def __init__(
+        self, mixture: Mixture, measure: Measure, within: float, setting: Setting, progress: Progress | None
+    ) -> None:
         self.mixture, self.measure, self.within, self.setting = mixture, measure, within, setting
-        self.tell = tell
+        self.progress = progress
         self.tried: dict[frozenset[str], float] = {}
 
     def plan(self) -> Plan:
@@ -264,8 +267,8 @@ class _Search:
         """Run the mixed model; what was run before is known."""
         key = frozenset(kept)
         if key not in self.tried:
-            if self.tell is not None:
-                self.tell(f"{self.mixture.mode.name}: {what}", len(self.tried), 0)
+            if self.progress is not None:
+                self.progress(f"{self.mixture.mode.name}: {what}", len(self.tried), 0)
             with self.mixture.keeping(key) as host:
                 self.tried[key] = self.measure(host, self.mixture.dtype(key))
         return self.tried[key]

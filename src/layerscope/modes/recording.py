@@ -25,16 +25,16 @@ from layerscope.modes.registry import Mode, Setting, variant
 from layerscope.modes.stopping import Enough, ending
 from layerscope.patterns import select, split
 from layerscope.points import Moment, Point
+from layerscope.progress import Progress, no_progress
 from layerscope.recorder import RecordOptions, record
 from layerscope.runtimes.eager import points
 from layerscope.store import Run
 from layerscope.store.address import folder
 from layerscope.store.manifest import NAME
 
-__all__ = ["Forward", "Recorded", "Tell", "place_of", "plain_forward", "record_modes"]
+__all__ = ["Forward", "Recorded", "place_of", "plain_forward", "record_modes"]
 
 Forward: TypeAlias = Callable[[nn.Module, Inputs], object]
-Tell: TypeAlias = Callable[[str, int, int], None]  # what is being worked on, how much is done, of how much
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def record_modes(
     forward: Forward | None = None,
     stop_after: str | None = None,
     floors: bool = True,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Recorded]:
     """Record each mode of `model` on all of `batches`, into `to`/MODE (None: in memory), and yield it when it is done.
 
@@ -80,7 +80,7 @@ def record_modes(
         _refuse_existing([address for address in addresses if address is not None])
     given = fingerprint_of(batches)
     stopped = {} if stop_after is None else {"stop_after": stop_after}
-    progress = _Progress(tell or (lambda what, done, total: None), _expected(model, asked), len(batches), len(modes))
+    count = _Count(progress or no_progress, _expected(model, asked), len(batches), len(modes))
 
     def recorded(mode: Mode, address: str | None) -> Run:
         own = variant(model, mode, setting)
@@ -98,8 +98,8 @@ def record_modes(
                 name=name,
                 mode=mode.name,
                 settings={"inputs": given, **grid, **stopped, **(settings or {})},
-                listener=progress,
-                tell=progress.measuring,
+                listener=count,
+                progress=count.measuring,
             ),
         )
         torch.manual_seed(seed)
@@ -107,13 +107,13 @@ def record_modes(
             for batch in batches:
                 with suppress(Enough):
                     (forward or plain_forward)(own, fitted(batch, own))
-                progress.did_one()
+                count.did_one()
         return recording.run
 
     for at, (mode, address) in enumerate(zip(modes, addresses, strict=True)):
         run = error = None
         try:
-            progress.starts(mode, at)
+            count.starts(mode, at)
             run = recorded(mode, address)
             if fingerprint_of(batches) != given:
                 raise Unsupported(f"mode {mode.name!r} changed the inputs, which every mode is to be given alike")
@@ -159,11 +159,11 @@ def _expected(model: nn.Module, taps: Sequence[str]) -> int:
     return max(1, len(select(modules, points(model)))) if modules else 1
 
 
-class _Progress:
+class _Count:
     """Counts records as they are made, over modes x batches x points."""
 
-    def __init__(self, tell: Tell, expected: int, batches: int, modes: int) -> None:
-        self._tell = tell
+    def __init__(self, progress: Progress, expected: int, batches: int, modes: int) -> None:
+        self._tell = progress
         self._expected = expected
         self._batches = batches
         self._total = expected * batches * modes

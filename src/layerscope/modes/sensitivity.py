@@ -22,8 +22,9 @@ from layerscope.errors import Unsupported
 from layerscope.models import Inputs
 from layerscope.modes.feeding import fitted
 from layerscope.modes.mixing import OUTSIDE, Mixture
-from layerscope.modes.recording import Tell, plain_forward
+from layerscope.modes.recording import plain_forward
 from layerscope.modes.registry import Mode, Setting
+from layerscope.progress import Progress
 from layerscope.runtimes.values import leaves
 
 __all__ = ["OUTSIDE", "Measure", "Sensitivity", "Share", "relative_l2", "sensitivities", "sensitivity"]
@@ -82,7 +83,7 @@ def sensitivity(
     *,
     setting: Setting | None = None,
     keep: int = 3,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Sensitivity:
     """Measure what each decoder layer of `model` does to the final error of `mode`; the model is as before afterwards.
 
@@ -94,8 +95,8 @@ def sensitivity(
 
     def error(kept: Collection[str], what: str) -> float:
         nonlocal done
-        if tell is not None:
-            tell(f"{mixture.mode.name}: {what}", done, total)
+        if progress is not None:
+            progress(f"{mixture.mode.name}: {what}", done, total)
         done += 1
         with mixture.keeping(kept) as host:
             return measure(host, mixture.dtype(kept))

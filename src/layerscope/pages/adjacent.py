@@ -70,11 +70,11 @@ def chains(entries: Sequence[Entry], *, layers_only: bool) -> list[list[Entry]]:
     return [[*_fed_by(piece[0], entries), *piece] for piece in found]
 
 
-def changes(run: Run, chain: Sequence[Entry], tell: Callable[[str], None]) -> Iterator[Change]:
+def changes(run: Run, chain: Sequence[Entry], progress: Callable[[str], None]) -> Iterator[Change]:
     """Yield the change over each link of a chain, reading each tensor once."""
     before: torch.Tensor | LayerscopeError | None = None
     for a, b in pairwise(chain):
-        tell(b.point.place)
+        progress(b.point.place)
         if a.dtype is None or b.dtype is None:
             before = None
             yield _from_summaries(a, b)

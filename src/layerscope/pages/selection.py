@@ -5,7 +5,7 @@ moment, entries = at(run, points, {"epoch": 2})
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from layerscope.errors import NoSuchPoint
@@ -14,9 +14,8 @@ from layerscope.points import Moment, Point
 if TYPE_CHECKING:
     from layerscope.store import Entry, Run
 
-__all__ = ["Given", "Tell", "at", "by_depth", "spans"]
+__all__ = ["Given", "at", "by_depth", "spans"]
 
-Tell = Callable[[str, int, int], None]  # what is being read, how much is done, of how much
 Given = Mapping[str, int | None]  # epoch, step, batch, call, rank: as far as the caller said
 
 

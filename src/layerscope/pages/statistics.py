@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from layerscope.errors import LayerscopeError
-from layerscope.pages.selection import Tell, by_depth, spans
+from layerscope.pages.selection import by_depth, spans
 from layerscope.points import SIDE_TITLES, Point, leaf_text
+from layerscope.progress import Progress
 from layerscope.report.parts import Cell, Column, Heading, Part, Sentence, Table, Tone, Value
 from layerscope.report.writing import many
 
@@ -21,6 +22,23 @@ if TYPE_CHECKING:
 __all__ = ["PointRow", "PointRows", "broken_parts", "name_cell", "point_tables", "rows_at", "shape_text", "summary_of"]
 
 TIMES = "\u00d7"
+# What is drawn, over depth and over steps, and whether by powers of ten; None where it was not kept.
+STATISTICS: dict[str, tuple[Callable[[Summary], float | None], bool]] = {
+    "rms": (lambda s: s.rms, True),
+    "absmax": (lambda s: s.absmax, True),
+    "mean": (lambda s: s.mean, False),
+    "std": (lambda s: s.std, True),
+    "min": (lambda s: s.min, False),
+    "p1": (lambda s: _percentile(s, 1), False),
+    "p50": (lambda s: _percentile(s, 50), False),
+    "p99": (lambda s: _percentile(s, 99), False),
+    "max": (lambda s: s.max, False),
+    "l1": (lambda s: s.l1, True),
+    "l2": (lambda s: s.l2, True),
+    "share of zeros": (lambda s: s.zeros / s.count if s.count else None, False),
+    "not finite": (lambda s: float(s.count - s.finite), False),
+}
+MOSTLY_ZERO = ("share of zeros", "not finite")  # drawn where any is not
 # Beyond this ratio between the largest and the smallest, a linear bar shows the largest alone.
 LOG_FROM = 200
 
@@ -41,7 +59,7 @@ class PointRows(NamedTuple):
     damaged: list[Damage]
 
 
-def rows_at(run: Run, points: Iterable[Point], entries: Iterable[Entry], tell: Tell) -> PointRows:
+def rows_at(run: Run, points: Iterable[Point], entries: Iterable[Entry], progress: Progress) -> PointRows:
     """Gather the records of one step by point and call, the ranks' summaries added up."""
     from layerscope.store import Damage
 
@@ -52,7 +70,7 @@ def rows_at(run: Run, points: Iterable[Point], entries: Iterable[Entry], tell: T
     ordered = sorted(found.items(), key=lambda item: (depth[item[0][0]], item[0][1]))
     answer = PointRows([], [])
     for i, ((point, call), several) in enumerate(ordered):
-        tell(point.place, i, len(ordered))
+        progress(point.place, i, len(ordered))
         readable: list[tuple[Entry, Summary]] = []
         for entry in several:
             try:
@@ -71,6 +89,10 @@ def summary_of(run: Run, entry: Entry) -> Summary:
     return entry.summary or run.summary(
         str(entry.point), epoch=when.epoch, step=when.step, batch=when.batch, call=when.call, rank=when.rank
     )
+
+
+def _percentile(s: Summary, q: int) -> float | None:
+    return s.percentile(q) if s.sketch is not None else None
 
 
 def broken_parts(rows: Sequence[PointRow]) -> Iterator[Part]:

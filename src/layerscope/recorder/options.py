@@ -5,9 +5,11 @@ record(model, taps, options=RecordOptions(weights=False, mode="fp32"))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+from layerscope.progress import Progress
 
 if TYPE_CHECKING:
     from layerscope.recorder.sink import Listener
@@ -27,8 +29,8 @@ class RecordOptions:
     `observer="skip"` does not. `precision_faithful` has Inductor round where the source does while it is recorded, so
     that taps change nothing: slower, and to other bits than the plain compiled model's.
 
-    A `listener` is told each record as it is made; in memory, summaries alone are then not kept. `tell` is told how far
-    the measuring of floors is.
+    A `listener` is told each record as it is made; in memory, summaries alone are then not kept. `progress` is told how
+    far the measuring of floors is.
     """
 
     name: str | None = None
@@ -40,4 +42,4 @@ class RecordOptions:
     observer: Literal["measure", "skip"] = "measure"
     precision_faithful: bool = False
     listener: Listener | None = None
-    tell: Callable[[str, int, int], None] | None = None
+    progress: Progress | None = None

@@ -31,7 +31,7 @@ from layerscope.recorder.provenance import provenance
 from layerscope.recorder.sink import RecordingSink
 from layerscope.recorder.taps import Keep, Plan, Want, level_of, plan, schedule_of, taps_of
 from layerscope.runtimes import find, opened
-from layerscope.runtimes.observing import measures
+from layerscope.runtimes.observer_effect import measures
 from layerscope.runtimes.runtime import Runtime
 from layerscope.schedules import Schedule
 from layerscope.stats import Summary
@@ -329,7 +329,9 @@ class Recording:
             if self._first is None:
                 floors = Floors(left_out=(f"{self._runtime.NAME} runs no twins; its eager source does",))
             else:
-                floors = measure(self._first, self.run, weights=self._asks_floors is True, tell=self._options.tell)
+                floors = measure(
+                    self._first, self.run, weights=self._asks_floors is True, progress=self._options.progress
+                )
             if self.to is None:
                 self._floors = floors
             else:

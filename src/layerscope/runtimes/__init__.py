@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from layerscope.errors import Unsupported
-from layerscope.runtimes.files import is_file, opened
+from layerscope.runtimes.model_files import is_file, opened
 from layerscope.runtimes.runtime import Runtime
 
 __all__ = ["find", "is_file", "opened"]
@@ -60,7 +60,7 @@ def _found(model: Any, *, measure: bool, precise: bool) -> Runtime:
         from layerscope.runtimes import eager
 
         if eager.is_compiled(model):
-            from layerscope.runtimes.compiled import TorchCompile
+            from layerscope.runtimes.torch_compile import TorchCompile
 
             return TorchCompile(measure=measure, precise=precise)
         return eager

@@ -5,7 +5,7 @@
         call(x)
 
 A program cannot be called; what the block is given can. It is the program's own module with looks planted in its
-graph, at the values that each module computed for others (`scopes.py`): the tensors are seen as they are made.
+graph, at the values that each module computed for others (`graph_calls.py`): the tensors are seen as they are made.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 
 from layerscope.patterns import Place
 from layerscope.points import Side
-from layerscope.runtimes.export_archives import NAME, NOWHERE, places, refuse
+from layerscope.runtimes.archives.exports import NAME, NOWHERE, places, refuse
 from layerscope.runtimes.forwards import Forwards, tell
+from layerscope.runtimes.graph_calls import ModuleCall, ScopedNode, module_calls
 from layerscope.runtimes.runtime import Wanted, Weights
-from layerscope.runtimes.scopes import ModuleCall, ScopedNode, module_calls
 from layerscope.runtimes.sink import Sink
 from layerscope.runtimes.values import leaves
 

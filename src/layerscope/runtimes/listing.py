@@ -1,7 +1,7 @@
 """What a model says of itself before it runs: the places where tensors can be seen, and how large they are.
 
     Listing.of(model)              # of a live one, by its runtime
-    read_export(path)              # of a file, without loading it (`export_archives.py`, `script_archives.py`)
+    read_export(path)              # of a file, without loading it (`archives/`)
 
 A TorchScript or .pt2 file is a program: to load one is to run what whoever made it put there. To list one is not.
 """

@@ -23,9 +23,9 @@ from layerscope.errors import Unsupported
 from layerscope.patterns import Place
 from layerscope.points import Point, Side
 from layerscope.runtimes import script_graphs as graphs
+from layerscope.runtimes.archives.scripts import ENGINES, NAME, refuse_gradients
 from layerscope.runtimes.forwards import Forwards, Frame, Redirected
 from layerscope.runtimes.runtime import Wanted, Weights
-from layerscope.runtimes.script_archives import ENGINES, NAME, refuse_gradients
 from layerscope.runtimes.script_graphs import Value
 from layerscope.runtimes.sink import Sink
 

@@ -114,7 +114,7 @@ class Comparisons:
             from layerscope.compare.comparing import compare
             from layerscope.compare.page.document import document
 
-            found = compare(*runs, tell=lambda what, done, of: self._tell(id, f"{done:,} of {of:,}, {what}"))
+            found = compare(*runs, progress=lambda what, done, of: self._tell(id, f"{done:,} of {of:,}, {what}"))
             saved = json.render(document(found))
             self._show(id, saved)
             if self._kept is not None:

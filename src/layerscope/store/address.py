@@ -273,7 +273,9 @@ class RemoteFolder(Folder):
         self._connected: tuple[int, Any] = (-1, None)
         try:
             _, self._root = self._url_to_fs(self.address)
-        except (ImportError, ValueError) as error:
+        except OSError:
+            raise
+        except Exception as error:
             raise NotARun(f"fsspec cannot reach {address!r}: {error}") from error
 
     @property

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from layerscope.errors import Damaged, NotARun, Unsupported
+from layerscope.progress import Progress, no_progress
 from layerscope.store import journal
 from layerscope.store.address import (
     JOURNAL,
@@ -37,8 +38,6 @@ from layerscope.store.columns import Row
 from layerscope.store.manifest import NAME, Completeness, Dropped, Manifest
 from layerscope.store.rank_lock import RankLock
 from layerscope.store.segment import ROOM, Sealed, Sealing, placed_wrongly, seal
-
-Progress = Callable[[str, int, int], None]
 
 _PIECE = 4 << 20
 _DAMAGED = ".damaged"
@@ -109,7 +108,7 @@ def recover(address: Address, *, to: Address | None = None, progress: Progress |
     ranks = [rank for name in files.names() if (rank := rank_of(name)) is not None]
     if not ranks:
         raise NotARun(f"{files.address} is not a run: {files.found()}; a run has folders rank-00000, rank-00001, ...")
-    told = progress or (lambda name, done, total: None)
+    told = progress or no_progress
     sealed = recovered = verified = 0
     lost: list[Damage] = []
     trouble: list[OSError] = []
@@ -143,7 +142,7 @@ def seal_leftovers(
     rank: int,
     known: Manifest | None = None,
     verify: bool = False,
-    progress: Progress = lambda name, done, total: None,
+    progress: Progress = no_progress,
 ) -> Leftovers:
     """Seal the pairs in a rank's folder, which the caller has locked; `known` is what `run.json` says of it.
 

@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,9 +24,10 @@ from layerscope.checks import Numbers, largest_of, mask_of, numbers_of, rows_kep
 from layerscope.checks.check import Check, check_of
 from layerscope.errors import LayerscopeError, Unsupported
 from layerscope.points import Moment, Point
+from layerscope.progress import Progress, no_progress
 from layerscope.runtimes.eager import modules_of, watch, weights
 from layerscope.runtimes.sink import Step
-from layerscope.runtimes.state import kept as kept_state
+from layerscope.runtimes.snapshot import restored
 from layerscope.stats import fingerprint
 from layerscope.store import MemoryRun, Run, open_run
 from layerscope.store.floors import Checked, Fed, Floors, write_floors
@@ -35,7 +36,6 @@ from layerscope.twins.twin import EPSILON, Twin, moving, run, twins_of
 
 __all__ = ["measure", "measure_floors"]
 
-Tell: TypeAlias = Callable[[str, int, int], None]
 Key: TypeAlias = "tuple[str, int]"  # a point's text and a call
 
 _NEARLY = 1e-3  # a replay this near is the same computation; compiled ones fuse what eager does not
@@ -50,7 +50,7 @@ def measure_floors(
     run: Run | str | os.PathLike[str],
     *,
     weights: bool = True,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Floors:
     """Measure the floors of a finished run and add them to it; `inputs` are those of its first step.
 
@@ -63,7 +63,7 @@ def measure_floors(
     begun = Begun(model)
     args = (inputs,) if isinstance(inputs, torch.Tensor) else inputs if isinstance(inputs, (tuple, list)) else ()
     begun.take(tuple(args), dict(inputs) if isinstance(inputs, Mapping) else {})
-    floors = measure(begun, opened, weights=weights, tell=tell)
+    floors = measure(begun, opened, weights=weights, progress=progress)
     if not floors.points:
         raise Unsupported(f"the floors of {opened.address} were not measured: {'; '.join(floors.left_out)}.")
     keep(opened, floors)
@@ -79,7 +79,7 @@ def keep(opened: Run, floors: Floors) -> None:
     opened._floors = floors
 
 
-def measure(begun: Begun, opened: Run, *, weights: bool = True, tell: Tell | None = None) -> Floors:
+def measure(begun: Begun, opened: Run, *, weights: bool = True, progress: Progress | None = None) -> Floors:
     """Measure the floors of a run on the inputs of its first step; what cannot be measured stands in `left_out`."""
     started = opened.manifest.started
     why = begun.failed or ("" if begun.random else "no forward ran") or why_not(begun.model)
@@ -89,17 +89,15 @@ def measure(begun: Begun, opened: Run, *, weights: bool = True, tell: Tell | Non
     if why:
         return Floors(left_out=(why,), started=started)
     assert moment is not None
-    with torch.random.fork_rng(enabled=False), kept_state(begun.model):
-        return _Measuring(
-            begun, opened, moment, weights=weights, tell=tell or (lambda what, done, total: None)
-        ).floors()
+    with torch.random.fork_rng(enabled=False), restored(begun.model):
+        return _Measuring(begun, opened, moment, weights=weights, progress=progress or no_progress).floors()
 
 
 class _Measuring:
     """What is known while the twins of one model run."""
 
-    def __init__(self, begun: Begun, opened: Run, moment: Moment, *, weights: bool, tell: Tell) -> None:
-        self.begun, self.opened, self.moment, self.weights, self.tell = begun, opened, moment, weights, tell
+    def __init__(self, begun: Begun, opened: Run, moment: Moment, *, weights: bool, progress: Progress) -> None:
+        self.begun, self.opened, self.moment, self.weights, self.progress = begun, opened, moment, weights, progress
         records = opened.records(epoch=moment.epoch, step=moment.step, batch=moment.batch, rank=moment.rank)
         self.entries = {(str(e.point), e.moment.call): e for e in records if e.dtype is not None and not e.point.op}
         self.modules = modules_of(begun.model).by_name
@@ -129,7 +127,7 @@ class _Measuring:
             return self._made(arithmetic, {}, {}, (), "the first step has no tensors, only statistics")
         twins = twins_of(arithmetic)
         total = len(twins) + 1
-        self.tell("replaying the first step", 0, total)
+        self.progress("replaying the first step", 0, total)
         replay = _Replay(self, follow=True)
         replay.run(Twin("replay", arithmetic))
         off = sorted(n.relative_l2 for n in replay.numbers.values() if not math.isnan(n.relative_l2))
@@ -143,7 +141,7 @@ class _Measuring:
             numbers[arithmetic] = {"replay": replay.numbers}
         residuals = {name: {arithmetic: [own]} for name, own in replay.residuals.items()}
         for done, twin in enumerate(twins, 1):
-            self.tell(f"twin in {twin.arithmetic}: {twin.name}", done, total)
+            self.progress(f"twin in {twin.arithmetic}: {twin.name}", done, total)
             why = self._no_room(twin)
             found = _Replay(self, checks=replay.checks if twin.dtype is not None else {})
             if not why:
@@ -156,7 +154,7 @@ class _Measuring:
                 for name, own in found.residuals.items():
                     residuals[name].setdefault(twin.arithmetic, []).append(own)
         self._drop_outlying(numbers)
-        self.tell("done", total, total)
+        self.progress("done", total, total)
         return self._made(arithmetic, numbers, residuals, tuple(replay.fed), "", replay.checks)
 
     def _arithmetic(self) -> str:

@@ -369,7 +369,7 @@ def test_threads_do_not_change_what_is_found():
 @pytest.mark.parametrize("threads", [1, 2])
 def test_progress_is_told_to_the_end(threads):
     told = []
-    compare(REFERENCE, FAULTY, noise=NOISE, threads=threads, tell=lambda *said: told.append(said))
+    compare(REFERENCE, FAULTY, noise=NOISE, threads=threads, progress=lambda *said: told.append(said))
     assert [done for _, done, _ in told] == [1, 2, 3, 4, 5, 6]
     assert {total for *_, total in told} == {6}
     assert {name for name, *_ in told} == {"layers.0", "layers.1", "layers.2"}
@@ -386,7 +386,7 @@ def test_large_pairs_take_every_thread_and_give_the_same(monkeypatch):
 def test_noise_is_measured_only_where_a_candidate_is():
     told = []
     partial = run(("layers.1", X * 2.5))
-    compare(REFERENCE, partial, noise=NOISE, tell=lambda *said: told.append(said))
+    compare(REFERENCE, partial, noise=NOISE, progress=lambda *said: told.append(said))
     assert len(told) == 2
 
 

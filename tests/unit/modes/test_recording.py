@@ -108,7 +108,7 @@ def test_random_layers_draw_the_same_in_every_mode(tmp_path):
 def test_progress_goes_over_modes_batches_and_points(model, batches, tmp_path):
     told = []
     modes = choose(["fp32", "fp16"], model).modes
-    list(record_modes(model, modes, batches, "model.layers.*", to=tmp_path, tell=lambda *now: told.append(now)))
+    list(record_modes(model, modes, batches, "model.layers.*", to=tmp_path, progress=lambda *now: told.append(now)))
     assert {total for _, _, total in told} == {2 * 3 * 2}
     done = [done for _, done, _ in told]
     assert done == sorted(done)

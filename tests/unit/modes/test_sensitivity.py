@@ -137,7 +137,7 @@ def test_a_real_quantised_model_is_ranked_layer_by_layer():
     told = []
     model = tiny_transformer(layers=3, hidden=32, heads=2)
     batches = [Inputs((torch.arange(12).view(1, 12),))]
-    found = sensitivity(model, "int8-dynamic", batches, tell=lambda *now: told.append(now))
+    found = sensitivity(model, "int8-dynamic", batches, progress=lambda *now: told.append(now))
     assert [share.name for share in found.shares] == [*(f"model.layers.{i}" for i in range(3)), OUTSIDE]
     assert all(0 < share.alone < 2 * found.error for share in found.shares)
     assert [done for _, done, _ in told] == list(range(told[0][2]))

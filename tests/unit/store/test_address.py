@@ -157,6 +157,15 @@ def test_an_unknown_protocol_is_one_sentence():
         folder("nowhere://x")
 
 
+@pytest.mark.parametrize(
+    "address", ["reference://x", "jupyter://x", "blockcache::reference://x", "http://[::1", "simplecache::http://[::1"]
+)
+def test_an_address_that_makes_no_sense_is_one_sentence(address):
+    with pytest.raises((NotARun, OSError), match="reach") as raised:
+        folder(address).names()
+    assert "\n" not in str(raised.value)
+
+
 def test_a_missing_fsspec_names_itself(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(MissingExtra, match="pip install fsspec"):

@@ -8,6 +8,7 @@ The new run is written beside its place and renamed when it is whole.
 from __future__ import annotations
 
 import shutil
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +20,8 @@ from layerscope.store.manifest import NAME, Completeness
 from layerscope.store.writer import Blob, Writer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from layerscope.stats import Summary
     from layerscope.store.layouts.writing import Job
     from layerscope.store.run import Entry
@@ -27,6 +30,7 @@ __all__ = ["write"]
 
 # Nobody is kept from computing: better to wait for the disk than to drop.
 _PATIENCE = 3600.0
+_PIECE = 1 << 20
 # How a recording can have ended; what is still being written has not.
 _ENDED = ("complete", "recovered", "interrupted")
 
@@ -50,7 +54,8 @@ def write(job: Job) -> None:
     beside, before = path.with_name(path.name + PARTIAL), path.with_name(path.name + ".replaced")
     shutil.rmtree(beside, ignore_errors=True)
     try:
-        _fill(job, beside, entries)
+        ends = _fill(job, beside, entries)
+        _read_back(beside, ends, len(entries))
         if there:
             path.rename(before)
         elif path.exists():
@@ -65,11 +70,12 @@ def write(job: Job) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def _fill(job: Job, target: Address, entries: list[Entry]) -> None:
-    """Write the records, each rank's into its own folder."""
+def _fill(job: Job, target: Address, entries: list[Entry]) -> str:
+    """Write the records, each rank's into its own folder; return how the run says that it ended."""
     import torch  # noqa: F401  # before the writer's thread needs it: on a slow disk that takes a while
 
     source, was = job.source.manifest, job.source.manifest.completeness
+    ends = was.state if was.state in _ENDED else "unknown"
     origin = {"converted_from": {"address": job.source.address, "layout": job.source.layout}}
     manifest = replace(source, mode=job.mode, settings=source.settings | origin, completeness=Completeness())
     done = 0
@@ -80,9 +86,8 @@ def _fill(job: Job, target: Address, entries: list[Entry]) -> None:
             if entry.dtype is not None and entry.shape is not None:
                 blob = Blob(entry.dtype, entry.shape, entry.nbytes, _bytes_of(entry))
             writer.write(entry.point, entry.moment, blob=blob, summary=_summary_of(entry), note=entry.note or None)
-            job.tell(str(entry.point), done, len(entries))
+            job.progress(str(entry.point), done, len(entries))
             done += 1
-        ends = was.state if was.state in _ENDED else "unknown"
         stated = writer.close(
             forwards=was.forwards,
             points=len(job.points),
@@ -98,6 +103,20 @@ def _fill(job: Job, target: Address, entries: list[Entry]) -> None:
             raise Damaged(f"{target} was not finished: the disk took nothing; convert again, to a disk that does")
     for entry in entries:
         job.wrote(entry, "", entry.dtype)
+    return ends
+
+
+def _read_back(path: Path, ends: str, count: int) -> None:
+    """Read every record of the new run, before anything is replaced by it."""
+    from layerscope.store.opening import open_run
+
+    run = open_run(path)
+    for entry in run.records():
+        if entry.dtype is not None:
+            deque(entry.pieces(_PIECE), maxlen=0)  # which checks them
+    unsealed = [each.name for each in path.rglob(f"*{PARTIAL}")]
+    if unsealed or run.damaged or len(run) != count or run.manifest.completeness.state != ends:
+        raise Damaged(f"{path} was not finished: the disk did not take all of it; convert again, to a disk that does")
 
 
 def _bytes_of(entry: Entry) -> Callable[[], Any]:

@@ -10,7 +10,7 @@ time are one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 from layerscope.errors import Ambiguous, BadText, NoSuchPoint, Unsupported
 from layerscope.points import Moment, Point
+from layerscope.progress import Progress, no_progress
 from layerscope.store.address import Address, LocalFolder, folder
 from layerscope.store.joining import are_samples, joined
 from layerscope.store.records import WHEN
@@ -79,7 +80,7 @@ class Job:
     points: list[Point]
     when: dict[str, int]
     overwrite: bool
-    tell: Callable[[str, int, int], None]
+    progress: Progress
     written: list[Written] = field(default_factory=list)
     left_out: list[Left] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -130,7 +131,7 @@ class Job:
     def wrote(self, entry: Entry, file: str, dtype: str | None) -> None:
         """Note that a record was written; with no dtype, its statistics alone."""
         self.written.append(Written(entry.point, entry.moment, file, dtype, entry.shape, entry.dtype))
-        self.tell(str(entry.point), len(self.written), 0)
+        self.progress(str(entry.point), len(self.written), 0)
 
     def leave(self, point: Point, reason: str, *, records: int | None = None) -> None:
         """Note that records of a point have no place."""
@@ -164,7 +165,7 @@ def convert(
     call: int | None = None,
     rank: int | None = None,
     overwrite: bool = False,
-    tell: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Converted:
     """Write a run, or a dump in any layout that is read, in `layout`; return what was written and what was left out.
 
@@ -179,7 +180,7 @@ def convert(
     reader = source if isinstance(source, Run) else open_run(source)
     when = {w: v for w, v in zip(WHEN, (epoch, step, batch, call, rank), strict=True) if v is not None}
     named = reader.manifest.mode if mode is None else mode
-    job = Job(reader, target, layout, named, selected(reader, points), when, overwrite, tell or _silent)
+    job = Job(reader, target, layout, named, selected(reader, points), when, overwrite, progress or no_progress)
     import_module(f"layerscope.store.layouts.{_MODULES.get(layout, layout)}").write(job)
     at = folder(target).address
     return Converted(
@@ -188,7 +189,3 @@ def convert(
 
 
 _MODULES = {"first-layer": "first_layer", "layerscope": "native"}
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """Tell nobody."""
