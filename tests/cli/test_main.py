@@ -100,7 +100,6 @@ def test_the_flags_of_every_command_are_these_and_no_others():
                 "--json",
                 "--limit",
                 "--markdown",
-                "--no-resume",
                 "--noise",
             ),
             *("--pairing", "--points", "--save-comparison", "--save_comparison", "--tokens"),

@@ -17,7 +17,7 @@ import layerscope as ls
 from asserts import assert_same_bits, hooks_on
 from layerscope.points import Point
 from layerscope.runtimes import find
-from layerscope.runtimes.sink import Seen
+from seen import Seen
 
 
 class Plain(nn.Sequential):

@@ -15,8 +15,8 @@ import zoo
 from asserts import assert_no_hooks_left, assert_same_bits, hooks_on
 from layerscope.points import Moment, Point
 from layerscope.runtimes import eager, find
-from layerscope.runtimes.sink import Seen
 from runtimes.contract import Contract
+from seen import Seen
 
 
 class TestEager(Contract):

@@ -17,8 +17,8 @@ import layerscope as ls
 import zoo
 from asserts import assert_same_bits
 from layerscope.runtimes import exported, find
-from layerscope.runtimes.sink import Seen
 from runtimes.contract import Contract
+from seen import Seen
 
 
 def reloaded(program):

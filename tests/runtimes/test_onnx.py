@@ -15,8 +15,8 @@ import layerscope as ls
 import zoo
 from layerscope.runtimes import find, opened
 from layerscope.runtimes import onnx as runtime
-from layerscope.runtimes.sink import Seen
 from runtimes.contract import Contract
+from seen import Seen
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

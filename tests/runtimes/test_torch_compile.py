@@ -18,9 +18,9 @@ import layerscope as ls
 import zoo
 from asserts import assert_same_bits, hooks_on
 from layerscope.runtimes import find
-from layerscope.runtimes.sink import Seen
 from layerscope.runtimes.torch_compile import TorchCompile
 from runtimes.contract import Contract, Given, Plain, Prepared
+from seen import Seen
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import layerscope as ls
 import zoo
 from asserts import assert_same_bits
 from layerscope.runtimes import find, torchscript
-from layerscope.runtimes.sink import Seen
 from runtimes.contract import Contract
+from seen import Seen
 
 
 def reloaded(module):

@@ -12,7 +12,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -86,7 +85,7 @@ def compare(
 
     left = Records(trusted)
     plans = [Plan(left, Records(run), declared, asked, tokens=counting) for run in others]
-    wanted = {one.key for plan in plans for one in plan.pairs}
+    wanted = {one.key for plan in plans for one in plan.pairs} if quiet else set()
     floors = [Plan(left, Records(run), declared, tokens=counting) for run in quiet]
     for plan in floors:
         plan.pairs = [one for one in plan.pairs if one.key in wanted]
@@ -166,15 +165,16 @@ def _cores() -> int:
 
 def _run(plans: Sequence[Plan], *, threads: int, progress: Progress) -> None:
     """Measure every pair: tiny ones in turn, others side by side, large ones with all threads, one after the other."""
-    work = [(plan, one) for plan in plans for one in plan.pairs]
-    side_by_side = [(p, one) for p, one in work if _TINY <= one.nbytes < _LARGE] if threads > 1 else []
-    apart = set(map(itemgetter(1), side_by_side))
+    count = sum(len(plan.pairs) for plan in plans)
+    side_by_side: list[tuple[Plan, RecordPair]] = []
     done = 0
-    for plan, one in work:
-        if one not in apart:
+    for plan, one in ((each, one) for each in plans for one in each.pairs):
+        if threads > 1 and _TINY <= one.nbytes < _LARGE:
+            side_by_side.append((plan, one))
+        else:
             plan.measure(one, threads=threads)
             done += 1
-            progress(one.point.place, done, len(work))
+            progress(one.point.place, done, count)
     if not side_by_side:
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="layerscope-compare") as pool:
@@ -191,7 +191,7 @@ def _run(plans: Sequence[Plan], *, threads: int, progress: Progress) -> None:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     future.result()
                     done += 1
-                    progress(running.pop(future).point.place, done, len(work))
+                    progress(running.pop(future).point.place, done, count)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -121,7 +121,7 @@ class Plan:
         matched, lone, other = pair_moments(list(here), list(there))
         for mine, theirs, how in matched:
             method = f"{pair.method}, moments {how}" if how else pair.method
-            dtypes = _recorded(here[mine], self.left.run), _recorded(there[theirs], self.right.run)
+            dtypes = _both(_recorded(here[mine], self.left.run), _recorded(there[theirs], self.right.run))
             one = RecordPair.of(pair, here[mine], there[theirs], method, dtypes=dtypes)
             (self.pairs if _measurable(one) else self.told).append(one)
         for moment in lone:
@@ -352,6 +352,11 @@ def _recorded(entry: Entry, run: Run) -> str:
     """Return what a tensor was recorded in: a dump may say that its layout stored it in another dtype."""
     said = None if run.layout == "layerscope" else entry.note.get("recorded_dtype")
     return str(said or entry.dtype)
+
+
+@cache
+def _both(*dtypes: str) -> tuple[str, ...]:
+    return dtypes  # one object for all pairs
 
 
 def _differing_weights(reference: Run, candidate: Run) -> set[str]:

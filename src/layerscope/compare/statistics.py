@@ -61,9 +61,8 @@ def at_least(reference: Summary, candidate: Summary) -> float:
 
 
 def _summary(entry: Entry) -> Summary | None:
-    if entry.summary is not None or entry.dtype is None:
-        return entry.summary
-    return summarize(entry.tensor())
+    summary = entry.summary
+    return summarize(entry.tensor()) if summary is None and entry.dtype is not None else summary
 
 
 def _odd(summary: Summary) -> str:

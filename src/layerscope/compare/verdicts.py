@@ -235,8 +235,8 @@ class Judge:
 
     # What the rows say together -----------------------------------------------------------------
 
-    def rows(self, judged: Sequence[_Judged]) -> list[Row]:
-        """Tell where a difference was made from where it is merely seen, step by step."""
+    def rows(self, judged: list[_Judged]) -> list[Row]:
+        """Tell where a difference was made from where it is merely seen, step by step; `judged` is used up."""
         together: dict[int, list[_Judged]] = defaultdict(list)
         for one in judged:
             together[id(one.step)].append(one)
@@ -279,7 +279,13 @@ class Judge:
                         one.because += f"; {_short(cause.one.point)} parted before it"
                     elif one.kind != "nonfinite" and not one.exact:
                         one.because += "; what it was given explains it"
-        return [self._made(one, made.get(id(one), "")) for one in judged]
+        together.clear()
+        judged.reverse()
+        rows = []
+        while judged:  # each goes as its row comes
+            one = judged.pop()
+            rows.append(self._made(one, made.get(id(one), "")))
+        return rows
 
     def _made(self, found: _Judged, evidence: str) -> Row:
         one, expected = found.one, found.expected

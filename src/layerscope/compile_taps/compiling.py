@@ -24,7 +24,7 @@ from layerscope.errors import LayerscopeError, Unsupported
 from layerscope.log import log
 from layerscope.patterns import Pattern
 from layerscope.runtimes.observer_effect import NO_TAPS, SKIPPED, ObserverEffect, measures
-from layerscope.runtimes.snapshot import kept
+from layerscope.runtimes.snapshot import restored
 
 __all__ = ["compile"]
 
@@ -95,7 +95,7 @@ def _compiled(
         tapped.register_forward_hook(lambda *seen: (tensors_of(output, seen[-1][0]), seen[-1][1]))
     flat = flattened(tapped, survey.table.arguments)
     try:
-        with kept(model):
+        with restored(model):
             return backend.compile(flat, survey.example, dynamic=dynamic, precise=precise)
     except LayerscopeError:
         raise

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from layerscope.compile_taps.arguments import Arguments
 from layerscope.compile_taps.tapped_model import copied
 from layerscope.compile_taps.value_forms import Form, Taken, opaque_parts, same
-from layerscope.runtimes.snapshot import kept
+from layerscope.runtimes.snapshot import restored
 
 __all__ = ["checked", "is_computed"]
 
@@ -43,7 +43,7 @@ def is_computed(form: Form) -> bool:
 
 def _seen_without_values(model: torch.nn.Module, arguments: Arguments, tensors: Sequence[torch.Tensor]) -> Form:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with kept(model), mode, torch.no_grad():
+    with restored(model), mode, torch.no_grad():
         own = copied(model)
         for module in own.modules():
             tensors_held: list[dict[str, Any]] = [module._parameters, module._buffers]

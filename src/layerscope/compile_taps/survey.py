@@ -29,7 +29,7 @@ from layerscope.compile_taps.value_forms import Form, Taken
 from layerscope.errors import NothingRecorded
 from layerscope.points import Point
 from layerscope.runtimes import eager
-from layerscope.runtimes.snapshot import kept
+from layerscope.runtimes.snapshot import restored
 from layerscope.store import Missing
 
 __all__ = ["Survey", "surveyed"]
@@ -53,10 +53,10 @@ def surveyed(model: nn.Module, example_inputs: object, *, record: Any) -> Survey
     stack, head = _found(model, args, kwargs) if record is not False else (None, None)
     layers, embedding = (stack.layers, stack.embedding) if stack else ([], None)
     wanted = asked(model, record, layers)
-    with torch.no_grad(), kept(model):
+    with torch.no_grad(), restored(model):
         along = [point for point in (embedding and embedding.point, head and Point(head)) if point]
         tapped = Tapped(model, dict.fromkeys([*wanted.points, *along]))
-        with kept(tapped):
+        with restored(tapped):
             value, looks, ran = _tried(tapped, args, kwargs)
             never_called = {point.name for point in wanted.points} - ran
             used = used_without_a_call(tapped.model, never_called, args, kwargs)
@@ -89,7 +89,7 @@ def surveyed(model: nn.Module, example_inputs: object, *, record: Any) -> Survey
 def _found(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Stack | None, str | None]:
     """Follow one forward, and return the layers and the head that show in it."""
     lists = lists_of(model)
-    with torch.no_grad(), kept(model):
+    with torch.no_grad(), restored(model):
         way = followed(model, lists, args, kwargs)
     stack = stack_of(model, lists, way)
     return stack, head_of(model, stack, way)

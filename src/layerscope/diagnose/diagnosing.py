@@ -39,7 +39,7 @@ from layerscope.errors import BadModel, Unsupported
 from layerscope.progress import Progress
 from layerscope.report.notebook import bar
 from layerscope.report.writing import number, some
-from layerscope.runtimes.state import kept
+from layerscope.runtimes.snapshot import restored
 
 
 def diagnose(
@@ -65,7 +65,7 @@ def diagnose(
                 f"{type(model).__name__} has weights on the meta device, which hold no numbers; load them first."
             )
     parsed = _parsed(pairing)
-    with kept(reference, candidate) as restore, bar("diagnosing:") as shown:
+    with restored(reference, candidate) as restore, bar("diagnosing:") as shown:
         said = progress or shown
         ours = ModelSide.of(reference, inputs, backward=backward)
         theirs = ModelSide.of(candidate, inputs, backward=backward)

@@ -64,12 +64,14 @@ _idle = _Idle(_IDLE)  # of arenas whose copies stay
 class Arena:
     """Chunks of huge pages, filled one copy after the other; a chunk lives as long as any copy in it.
 
-    `budget` is for copies that pass through, to the disk: so many bytes are kept to be used again.
+    `budget` is for copies that pass through, to the disk: so many bytes are kept to be used again, and a chunk, which
+    one late copy holds whole, is an eighth of them at most.
     """
 
     def __init__(self, *, budget: int | None = None) -> None:
         self._lock = threading.Lock()
         self._idle = _idle if budget is None else _Idle(budget)
+        self._most = _CHUNK if budget is None else min(_CHUNK, budget // 8)
         self._chunk = np.empty(0, np.uint8)
         self._at = 0
 
@@ -85,11 +87,11 @@ class Arena:
         """Return so many bytes for a copy."""
         if size < _SMALL:
             return np.empty(size, np.uint8)
-        if size > _CHUNK:
+        if size > self._most:
             return self._mapped(size)[:size]
         with self._lock:
             if self._at + size > len(self._chunk):
-                self._chunk, self._at = self._mapped(_CHUNK), 0
+                self._chunk, self._at = self._mapped(self._most), 0
             start = self._at
             self._at = -(-(start + size) // 64) * 64
             return self._chunk[start : start + size]

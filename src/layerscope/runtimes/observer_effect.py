@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 
 from layerscope.errors import Unsupported
-from layerscope.runtimes.snapshot import copied, kept, why_not_again
-from layerscope.runtimes.values import argument_leaves, leaves, replaced
+from layerscope.runtimes.snapshot import copied, restored, why_not_again
+from layerscope.runtimes.values import leaves, replaced
 
 __all__ = ["NOT_CALLED", "NO_TAPS", "SKIPPED", "Observer", "ObserverEffect", "measures"]
 
@@ -133,7 +133,7 @@ def _left_no_trace(
         return ObserverEffect(reason=f"not measured: {why}")
     try:
         given, named = copied(args, kwargs, model)
-        with kept(model, beside=[tensor for _, tensor in argument_leaves(args, kwargs)]):
+        with restored(model):
             return replaced(call(*given, **named), lambda _, tensor: tensor.detach().clone())
     except Exception as error:
         return ObserverEffect(reason=f"not measured: the untapped model failed ({_said(error)})")

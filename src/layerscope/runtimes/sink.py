@@ -1,12 +1,10 @@
 """The seam between a runtime and whoever wants to know what it saw.
 
 A runtime calls `begin` when an outermost forward starts, `seen` for each tensor and `end` when the forward is over.
-`Seen` is the fake: it keeps what it is told, in order.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +15,6 @@ from layerscope.points import Moment, Point
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Seen", "Sink", "Step"]
-
-_counting = threading.Lock()
 
 
 @dataclass(slots=True, eq=False)
@@ -69,54 +63,3 @@ class Sink(Protocol):
 
     def failed(self, point: Point, error: Exception) -> None:
         """Learn that looking at a point raised; the model's run goes on."""
-
-
-@dataclass(slots=True)
-class Seen:
-    """A sink that keeps everything, for tests of runtimes."""
-
-    records: list[tuple[Moment, Point, torch.Tensor]] = field(default_factory=list)
-    notes: list[Mapping[str, str] | None] = field(default_factory=list)
-    empties: list[tuple[Point, str]] = field(default_factory=list)
-    repeats: list[str] = field(default_factory=list)
-    failures: list[tuple[Point, Exception]] = field(default_factory=list)
-    forwards: list[bool] = field(default_factory=list)
-    begun: int = 0
-
-    def begin(self) -> Step:
-        """Number the steps in the order they begin."""
-        with _counting:
-            step = Step(Moment(step=self.begun, batch=self.begun))
-            self.begun += 1
-        return step
-
-    def end(self, step: Step, *, failed: bool) -> None:
-        """Remember how the forward went."""
-        self.forwards.append(failed)
-
-    def seen(
-        self,
-        step: Step,
-        point: Point,
-        tensor: torch.Tensor,
-        *,
-        call: int,
-        note: Mapping[str, str] | None = None,
-    ) -> None:
-        """Keep a copy of the tensor."""
-        moment = step.moment
-        when = Moment(moment.epoch, moment.step, moment.batch, call, moment.rank)
-        self.records.append((when, point, tensor.detach().clone()))
-        self.notes.append(note)
-
-    def empty(self, point: Point, *, because: str) -> None:
-        """Keep the reason."""
-        self.empties.append((point, because))
-
-    def recomputed(self, name: str) -> None:
-        """Keep the name."""
-        self.repeats.append(name)
-
-    def failed(self, point: Point, error: Exception) -> None:
-        """Keep the error."""
-        self.failures.append((point, error))

@@ -1,18 +1,20 @@
-"""Run a model on the side, and leave no trace of it: random state, buffers and what modules remember are put back.
+"""Run a model on the side, and put back all that it touched: random state, buffers, what modules remember.
 
     args, kwargs = copied(args, kwargs, model)
-    with kept(model):
+    with restored(model) as restore:
         model(*args, **kwargs)
+        restore()                   # as it was, for another run
 
-Parameters are left as they are: a forward does not change them.
+Buffers and tensors that hang on modules are copied, because a forward may write into them; the values of parameters are
+not, because it must not.
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,29 +23,55 @@ from torch.nn.parameter import is_lazy
 
 from layerscope.runtimes.values import argument_leaves
 
-__all__ = ["copied", "kept", "why_not_again"]
-
 
 @contextmanager
-def kept(model: torch.nn.Module | None, *, beside: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """Put everything back when the block ends; `beside` are tensors whose devices have random state to keep as well.
+def restored(*models: torch.nn.Module) -> Iterator[Callable[[], None]]:
+    """Put the models back when the block ends, come what may; what the block is given does so in its middle.
 
-    Of a module that is what it holds: buffers and other tensors, by their values, and what its attributes, its lists
-    and its dicts refer to. What objects of other kinds hold inside is not known.
+    Of a module that is what it holds: buffers and other tensors, by their values, and what its attributes, its lists,
+    dicts and sets refer to. What objects of other kinds hold inside is not known.
     """
-    modules = [] if model is None else [_Module.of(module) for module in model.modules()]
-    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
-    python, numpy = random.getstate(), np.random.get_state()
-    with ExitStack() as stack:
-        for kind, devices in _accelerators([*tensors, *beside]).items():
-            stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.put_back()
-            random.setstate(python)
-            np.random.set_state(numpy)
+    snapshots = [_ModuleSnapshot.of(module) for model in models for module in model.modules()]
+    grads = [(p, p.grad) for model in models for p in model.parameters() if p.is_leaf]
+    drawn = RandomState()
+
+    def restore() -> None:
+        for snapshot in snapshots:
+            snapshot.restore()
+        for parameter, grad in grads:
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        drawn.restore()
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+class RandomState:
+    """The random state of Python, numpy, torch's CPU and, where it is in use, the accelerator."""
+
+    def __init__(self) -> None:
+        self.python, self.numpy = random.getstate(), np.random.get_state()
+        self.cpu = torch.get_rng_state()
+        module: Any = torch.get_device_module()
+        self._accelerator = module if hasattr(module, "get_rng_state_all") and module.is_initialized() else None
+        self.devices = self._accelerator.get_rng_state_all() if self._accelerator else []
+
+    def restore(self) -> None:
+        """Put it back."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self._accelerator:
+            self._accelerator.set_rng_state_all(self.devices)
+
+    def moved(self) -> bool:
+        """Tell whether torch drew anything since."""
+        now = RandomState()
+        both = zip(self.devices, now.devices, strict=False)
+        return not torch.equal(self.cpu, now.cpu) or any(not torch.equal(a, b) for a, b in both)
 
 
 def why_not_again(model: torch.nn.Module) -> str:
@@ -93,16 +121,7 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
-def _accelerators(tensors: Iterable[torch.Tensor]) -> dict[str, list[torch.device]]:
-    """Return the devices that these tensors are on by their kind; the processor's own random state comes with each."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-    kinds: dict[str, list[torch.device]] = {} if devices else {"cuda": []}
-    for device in devices:
-        kinds.setdefault(device.type, []).append(device)
-    return kinds
-
-
-class _Value(NamedTuple):
+class _TensorSnapshot(NamedTuple):
     """A tensor, and what was in it."""
 
     tensor: torch.Tensor
@@ -110,10 +129,10 @@ class _Value(NamedTuple):
     before: torch.Tensor
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Value:
+    def of(cls, tensor: torch.Tensor) -> _TensorSnapshot:
         return cls(tensor, None if tensor.is_inference() else tensor._version, tensor.detach().clone())
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self._changed():
             with torch.no_grad():
                 self.tensor.copy_(self.before)
@@ -123,45 +142,45 @@ class _Value(NamedTuple):
         if self.version is not None and self.tensor._version != self.version:
             return True
         usual = type(self.tensor) is torch.Tensor and self.tensor.layout is torch.strided
-        return usual and not torch.equal(self.tensor, self.before)
+        return usual and not torch.equal(self.tensor, self.before)  # batch norm writes without a new version
 
 
-class _Module(NamedTuple):
-    """A module, and what it held."""
+class _ModuleSnapshot(NamedTuple):
+    """What one module holds: its attributes, the contents of those that are containers, the values of tensors."""
 
     module: torch.nn.Module
     attributes: dict[str, Any]
     containers: list[tuple[Any, Any]]
-    values: list[_Value]
+    tensors: list[_TensorSnapshot]
 
     @classmethod
-    def of(cls, module: torch.nn.Module) -> _Module:
+    def of(cls, module: torch.nn.Module) -> _ModuleSnapshot:
         attributes = dict(module.__dict__)
-        containers = [(held, held.copy()) for held in attributes.values() if isinstance(held, (list, dict))]
+        containers = [(held, held.copy()) for held in attributes.values() if isinstance(held, (list, dict, set))]
         inside = [part for _, held in containers for part in (held.values() if isinstance(held, dict) else held)]
-        values = [
-            _Value.of(held)
-            for held in (*attributes.values(), *inside)
-            if isinstance(held, torch.Tensor) and not isinstance(held, torch.nn.Parameter) and _has_values(held)
-        ]
-        return cls(module, attributes, containers, values)
+        tensors = [_TensorSnapshot.of(held) for held in (*attributes.values(), *inside) if _is_written(held)]
+        return cls(module, attributes, containers, tensors)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for held, before in self.containers:
-            if isinstance(held, dict):
-                _put_back(held, before)
-            elif list(map(id, held)) != list(map(id, before)):
+            if isinstance(held, list):
                 held[:] = before
-        _put_back(self.module.__dict__, self.attributes)
-        for value in self.values:
-            value.put_back()
+            elif isinstance(held, set):
+                held &= before
+                held |= before
+            elif list(held) != list(before) or any(held[key] is not value for key, value in before.items()):
+                held.clear()
+                held.update(before)
+        own = self.module.__dict__
+        for key in [key for key in own if key not in self.attributes]:
+            del own[key]
+        own.update(self.attributes)
+        for tensor in self.tensors:
+            tensor.restore()
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
-    return not is_lazy(tensor) and not tensor.is_meta
-
-
-def _put_back(held: dict[Any, Any], before: dict[Any, Any]) -> None:
-    for key in [key for key in held if key not in before]:
-        del held[key]
-    held.update({key: value for key, value in before.items() if key not in held or held[key] is not value})
+def _is_written(held: object) -> bool:
+    """Tell whether a forward may write into a thing, and it has values to be written."""
+    if not isinstance(held, torch.Tensor) or isinstance(held, torch.nn.Parameter):
+        return False
+    return not is_lazy(held) and not held.is_meta

@@ -98,7 +98,10 @@ class Summary:
     @property
     def percentiles(self) -> dict[int, float]:
         """The 1st, 5th, 50th, 95th and 99th percentile; empty without a sketch."""
-        return {} if self.sketch is None else {q: self.percentile(q) for q in PERCENTILES}
+        if self.sketch is None or not self.finite:
+            return {} if self.sketch is None else dict.fromkeys(PERCENTILES, math.nan)
+        found = self.sketch.quantiles([q / 100 for q in PERCENTILES], low=self.min, high=self.max)
+        return dict(zip(PERCENTILES, found, strict=True))
 
     def histogram(self, *, parts: int = 1, octaves: int | None = None) -> Histogram:
         """Count the finite values between signed powers of two; `parts` and `octaves` are those of the sketch."""
@@ -204,7 +207,8 @@ class Summary:
         """Return everything under flat names, for a table."""
         names = (*_COUNTS, "finite", "has_nan", "has_inf", *_MOMENTS, "absmax", "l2", "rms", "dtype", "shape")
         row: dict[str, object] = {name: getattr(self, name) for name in names}
-        row |= {f"p{q}": self.percentile(q) if self.sketch is not None else None for q in PERCENTILES}
+        percentiles = self.percentiles
+        row |= {f"p{q}": percentiles.get(q) for q in PERCENTILES}
         row["first_10"] = list(self.first)
         row["fingerprint"] = None if self.fingerprint is None else _hex(self.fingerprint)
         row["placed"] = None if self.placed is None else _hex(self.placed)

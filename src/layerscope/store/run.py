@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,12 +53,12 @@ def parsed(point: str) -> Point:
 _moment = lru_cache(maxsize=1 << 12)(Moment)  # many records share one
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Entry:
     """One record: where and when it was taken, and what was kept of it.
 
     `dtype` and `shape` are None, `nbytes` 0, when only a summary was kept. `summary` and `note` are read when they
-    are first asked for.
+    are asked for: of a hundred thousand records most memory is these objects.
     """
 
     point: Point
@@ -81,12 +81,12 @@ class Entry:
         """
         return self._run._source.pieces(self._at, items)
 
-    @cached_property
+    @property
     def summary(self) -> Summary | None:
         """The statistics stored with the record, None when there are none."""
         return self._run._source.summary(self._at)
 
-    @cached_property
+    @property
     def note(self) -> dict[str, Any]:
         """What the recorder noted beside it."""
         return self._run._source.note(self._at)

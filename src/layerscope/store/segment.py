@@ -20,6 +20,7 @@ import json
 import math
 import os
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -356,7 +357,7 @@ class Sealed(Columns):
         self.size = files.size(name)
         self.damage: list[tuple[str, int | None]] = []
         super().__init__(0, {}, [], [], [])
-        self._suspect = False
+        self._suspect = self._looked = False
         tail = _TAIL if isinstance(files, LocalFolder) else _TAIL_ELSEWHERE
         self._trailer = b""
         self._tail_at = max(0, self.size - tail)
@@ -382,7 +383,7 @@ class Sealed(Columns):
         self.rows, self.rank, self.run = int(about["records"]), int(about["rank"]), str(about["run"])
         if about["columns"]["check"][1] != [self.rows] or not 0 <= 4 * self.rows <= self.size:
             raise ValueError(f"{self.rows} records")
-        self.points, self.dtypes = about["points"], about["dtypes"]
+        self.points, self.dtypes = [sys.intern(text) for text in about.pop("points")], about["dtypes"]
         self.shapes = [tuple(map(int, shape)) for shape in about["shapes"]]
         self.merged = [str(stem) for stem in about.get("merged", [])]
         self.unique, self.ranks = bool(about["unique"]), [int(rank) for rank in about["ranks"]]
@@ -412,6 +413,8 @@ class Sealed(Columns):
             with self._reading(wanted) as read:
                 for name in wanted:
                     self.arrays[name] = self._column(name, read)
+            if isinstance(self._files, LocalFolder):  # a run may have a thousand segments
+                self._tail_at, self._tail = self.size - _TRAILER.size, self._tail[-_TRAILER.size :]
         except FileNotFoundError:
             if not isinstance(self._files, LocalFolder):  # it may have been merged
                 raise
@@ -425,12 +428,23 @@ class Sealed(Columns):
         return self.load([name for name in self._about["columns"] if name not in (*LISTS, "losses")])
 
     def look_through(self) -> None:
-        """Read every column, and hold the header against the footer, so that `damage` has all there is but tensors."""
+        """Read every column, and hold the header against the footer, so that `damage` has all there is but tensors.
+
+        Nothing of it is kept that is whole, and nothing is looked at twice.
+        """
+        if self._looked:
+            return
+        self._looked = True
+        wanted = [name for name in self._about["columns"] if name not in self.arrays]
         try:
-            self.columns()
-            with self._reading() as read:
-                for name in (*LISTS, "losses"):
-                    self._column(name, read)
+            with self._reading(wanted) as read:
+                for name in wanted:
+                    known = len(self.damage)
+                    array = self._column(name, read)
+                    if len(self.damage) > known:
+                        self.arrays[name] = array
+            if self._suspect:
+                self._check_rows()
             if self._trailer:
                 self._check_header(self._trailer)
         except Damaged as error:

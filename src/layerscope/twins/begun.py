@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerscope.runtimes.state import RandomState
+from layerscope.runtimes.snapshot import RandomState
 from layerscope.runtimes.values import replaced
 
 __all__ = ["Begun", "beginning", "original", "why_not"]

@@ -27,7 +27,7 @@ from layerscope.points import Moment, Point
 from layerscope.progress import Progress, no_progress
 from layerscope.runtimes.eager import modules_of, watch, weights
 from layerscope.runtimes.sink import Step
-from layerscope.runtimes.state import kept as kept_state
+from layerscope.runtimes.snapshot import restored
 from layerscope.stats import fingerprint
 from layerscope.store import MemoryRun, Run, open_run
 from layerscope.store.floors import Checked, Fed, Floors, write_floors
@@ -89,7 +89,7 @@ def measure(begun: Begun, opened: Run, *, weights: bool = True, progress: Progre
     if why:
         return Floors(left_out=(why,), started=started)
     assert moment is not None
-    with torch.random.fork_rng(enabled=False), kept_state(begun.model):
+    with torch.random.fork_rng(enabled=False), restored(begun.model):
         return _Measuring(begun, opened, moment, weights=weights, progress=progress or no_progress).floors()
 
 

@@ -105,7 +105,7 @@ def test_an_interrupt_leaves_the_run_as_it_was(net, tmp_path):
         if done == 2:
             raise KeyboardInterrupt
 
-    told = {"to": tmp_path / "run", "floors": True, "tell": stop}
+    told = {"to": tmp_path / "run", "floors": True, "options": ls.RecordOptions(progress=stop)}
     with pytest.raises(KeyboardInterrupt), torch.no_grad(), ls.record(net, "**:io", **told):
         net(X)
     run = ls.open_run(tmp_path / "run")

@@ -30,8 +30,8 @@ def form_of(entry: Entry) -> Form | None:
     A runtime may have whole numbers of another width, and bytes for truth values: they are one kind.
     """
     dtype, shape = entry.dtype, entry.shape
-    if dtype is None and entry.summary is not None:
-        dtype, shape = entry.summary.dtype, entry.summary.shape
+    if dtype is None and (summary := entry.summary) is not None:
+        dtype, shape = summary.dtype, summary.shape
     if dtype is None or shape is None:
         return None
     whole = dtype.startswith(("int", "uint", "bool"))
@@ -56,8 +56,9 @@ class Similarity:
             if mine.dtype is not None and theirs.dtype is not None:
                 a, b = self._look(0, reference), self._look(1, candidate)
                 return _apart(a.in_rows, b.in_rows) + _ORDER * _apart(a.values, b.values)
-            if mine.summary is not None and theirs.summary is not None:
-                bound = at_least(mine.summary, theirs.summary)
+            ours, others = mine.summary, theirs.summary
+            if ours is not None and others is not None:
+                bound = at_least(ours, others)
                 return math.inf if math.isnan(bound) else bound
         except LayerscopeError:  # a damaged record is told when it is measured
             pass

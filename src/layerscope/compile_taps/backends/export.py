@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram
 from layerscope.compile_taps.backends.backend import Made, Mismatch
 from layerscope.compile_taps.tapped_model import Flat
 from layerscope.runtimes.model_files import opened
-from layerscope.runtimes.snapshot import kept
+from layerscope.runtimes.snapshot import restored
 
 __all__ = ["FILE", "LIVE", "NAME", "call", "compile", "exported", "fixed", "load", "quiet", "save", "sizes_of", "taken"]
 
@@ -91,7 +91,7 @@ def _takes_another(flat: Flat, example: tuple[torch.Tensor, ...], at: int, size:
         for each in example
     ]
     try:
-        with kept(flat), torch.no_grad():
+        with restored(flat), torch.no_grad():
             flat(*longer)
     except Exception:
         return False

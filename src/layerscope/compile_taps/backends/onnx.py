@@ -18,7 +18,7 @@ from layerscope.compile_taps.tapped_model import Flat
 from layerscope.errors import BadModel, Unsupported
 from layerscope.runtimes.observer_effect import ObserverEffect
 from layerscope.runtimes.onnx.session import Session, library
-from layerscope.runtimes.snapshot import kept
+from layerscope.runtimes.snapshot import restored
 
 __all__ = ["FILE", "LIVE", "NAME", "call", "compile", "load", "save"]
 
@@ -86,7 +86,7 @@ def _checked(flat: Flat, example: tuple[torch.Tensor, ...]) -> bool:
     """Run the model once, refuse what ONNX would do otherwise without a word, and tell whether it draws numbers."""
     before = {name: buffer.clone() for name, buffer in flat.tapped.model.named_buffers()}
     state = _random_state()
-    with kept(flat), torch.no_grad():
+    with restored(flat), torch.no_grad():
         made = flat(*example)
         after = {name: buffer.clone() for name, buffer in flat.tapped.model.named_buffers()}
         drawn = _random_state() != state

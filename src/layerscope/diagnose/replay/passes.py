@@ -30,7 +30,7 @@ from layerscope.diagnose.replay.sides import LOWERED, Casting, ModelSide, cast_w
 from layerscope.errors import BadModel, LayerscopeError
 from layerscope.points import Leaf, Point
 from layerscope.runtimes.eager import compiled_parts
-from layerscope.runtimes.state import RandomState
+from layerscope.runtimes.snapshot import RandomState
 from layerscope.runtimes.values import leaves, replaced
 
 SEED = 20_261_115

@@ -1,6 +1,6 @@
 """Gradients of a module's inputs and outputs, seen on the autograd graph.
 
-    special = Special(False, True, next_node(), sources(args, kwargs))    # as a call begins
+    flow = Flow(next_node(), sources(args, kwargs))                        # as a call begins
     follow_outputs(watcher, call, value)                                  # as it ends
     follow_inputs(watcher, call, value)
 
@@ -85,9 +85,8 @@ def follow_inputs(watcher: Watcher, call: Call, value: object) -> None:
     A tensor hook would see the sum over every consumer: the residual stream's, say. The module's own share flows
     along the edges that its forward added, so the graph is walked from the outputs back to the inputs.
     """
-    special = call[-1]
-    assert special is not None
-    flows = {(id(node), nr): Inflow(watcher, call, leaf, node) for leaf, node, nr in special.sources}
+    assert call.flow is not None
+    flows = {(id(node), nr): Inflow(watcher, call, leaf, node) for leaf, node, nr in call.flow.sources}
     pending: list[Node] = []
     for _, tensor in leaves(value):
         if tensor.requires_grad:
@@ -100,7 +99,7 @@ def follow_inputs(watcher: Watcher, call: Call, value: object) -> None:
     known: dict[int, Node] = {}
     while pending:
         node = pending.pop()
-        if id(node) in known or node._sequence_nr() < special.first_node:  # made before the call: not the module's
+        if id(node) in known or node._sequence_nr() < call.flow.first_node:  # made before the call: not the module's
             continue
         known[id(node)] = node
         for position, (following, nr) in enumerate(node.next_functions):
@@ -117,20 +116,17 @@ class Gradient:
     """A hook on one tensor of the graph; it holds the watcher weakly, for graphs outlive recordings."""
 
     def __init__(self, watcher: Watcher, call: Call, side: Side, leaf: Leaf) -> None:
-        name, self.step, self.number, _, _ = call
+        self.step, self.number = call.step, call.number
         self.watcher = weakref.ref(watcher)
-        self.point = Point(name, side, leaf)
+        self.point = Point(call.name, side, leaf)
 
     def __call__(self, gradient: torch.Tensor) -> None:
         try:
             watcher = self.watcher()
             if watcher is None or not watcher.live:
                 return
-            watcher.local.looking = True
-            try:
+            with watcher.local.ours:
                 watcher.sink.seen(self.step, self.point, gradient, call=self.number)
-            finally:
-                watcher.local.looking = False
         except Exception as error:
             self.failed(error)
 

@@ -20,7 +20,7 @@ from layerscope.runtimes.values import argument_leaves, describe, leaves
 __all__ = ["OpWatch"]
 
 
-class _Run(NamedTuple):
+class OpCall(NamedTuple):
     """One operation that is watched while it runs."""
 
     name: str
@@ -56,18 +56,15 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._look(run, "output", value)
         return value
 
-    def _begun(self, func: Any) -> _Run | None:
+    def _begun(self, func: Any) -> OpCall | None:
         """Number an operation that is wanted; None for any other, and outside the model."""
         local = self._local
         try:
-            name = self._named(func) if local.calls and not local.looking else None
+            name = self._named(func) if local.calls and not local.ours else None
             call = local.innermost() if name is not None else None
-            if name is None or call is None:
+            if name is None or call is None or call.step.idle or call.repeated:
                 return None
-            within, step, _, _, special = call
-            if step.idle or (special is not None and special.repeated):
-                return None
-            return _Run(name, step, step.call(f"op:{name}"), {"within": within})
+            return OpCall(name, call.step, call.step.call(f"op:{name}"), {"within": call.name})
         except Exception as error:
             self._failed(Point(str(func), op=True), error)
             return None
@@ -81,20 +78,18 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._failed(Point(str(func), op=True), error)
         return self._names[func]
 
-    def _look(self, run: _Run, side: Side, value: Any, named: Mapping[str, Any] | None = None) -> None:
-        local = self._local
-        local.looking = True
+    def _look(self, run: OpCall, side: Side, value: Any, named: Mapping[str, Any] | None = None) -> None:
         try:
-            found = leaves(value) if named is None else argument_leaves(value, named)
-            for leaf, tensor in found:
-                self._sink.seen(run.step, Point(run.name, side, leaf, op=True), tensor, call=run.number, note=run.note)
-            if not found:
-                point = Point(run.name, side, op=True)
-                self._sink.empty(point, because=f"its {side} holds no tensor: {describe(value)}")
+            with self._local.ours:
+                found = leaves(value) if named is None else argument_leaves(value, named)
+                for leaf, tensor in found:
+                    point = Point(run.name, side, leaf, op=True)
+                    self._sink.seen(run.step, point, tensor, call=run.number, note=run.note)
+                if not found:
+                    point = Point(run.name, side, op=True)
+                    self._sink.empty(point, because=f"its {side} holds no tensor: {describe(value)}")
         except Exception as error:
             self._failed(Point(run.name, side, op=True), error)
-        finally:
-            local.looking = False
 
     def _failed(self, point: Point, error: Exception) -> None:
         with suppress(Exception):

@@ -22,8 +22,8 @@ from layerscope.points import Leaf, Moment
 from layerscope.runtimes.eager.calls import Call, Calls
 from layerscope.runtimes.eager.gradient_hooks import Gradient
 from layerscope.runtimes.sink import Step
-from layerscope.runtimes.snapshot import copied, kept, why_not_again
-from layerscope.runtimes.values import argument_leaves, leaves, replaced
+from layerscope.runtimes.snapshot import copied, restored, why_not_again
+from layerscope.runtimes.values import leaves, replaced
 
 if TYPE_CHECKING:
     from layerscope.runtimes.eager.watcher import Watcher
@@ -59,12 +59,13 @@ class Aside:
 
         given, named = replaced(given, apart), replaced(named, apart)
         # What the modules inside are called for here belongs to no step: as below a call in which nothing is due.
-        calls.append(("", _NOTHING_DUE, 0, sys._getframe(), None))
+        depth = len(calls)
+        calls.append(Call("aside", _NOTHING_DUE, 0, sys._getframe()))
         try:
-            with kept(module, beside=[tensor for _, tensor in argument_leaves(args, kwargs)]):
+            with restored(module):
                 self.outputs = dict(leaves(module.forward(*given, **named)))
         finally:
-            del calls[-1]
+            del calls[depth:]
         self.gradients: dict[Leaf, torch.Tensor] = {}
         self.expected = 0
 
@@ -95,8 +96,7 @@ class Aside:
         if not gradients or not watcher.live:
             return
         try:
-            watcher.local.looking = True
-            try:
+            with watcher.local.ours:
                 found = torch.autograd.grad(
                     [self.outputs[leaf] for leaf in gradients],
                     list(self.alike.values()),
@@ -104,8 +104,6 @@ class Aside:
                     retain_graph=True,
                     allow_unused=True,
                 )
-            finally:
-                watcher.local.looking = False
         except Exception as error:
             for each in tell.values():
                 each.failed(error)

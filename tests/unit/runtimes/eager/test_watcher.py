@@ -21,7 +21,8 @@ from asserts import assert_no_hooks_left, assert_same_bits, hooks_on
 from layerscope.points import Moment
 from layerscope.runtimes import eager
 from layerscope.runtimes.eager.watcher import Watcher
-from layerscope.runtimes.sink import Seen, Step
+from layerscope.runtimes.sink import Step
+from seen import Seen
 
 OURS = 2  # hooks on each watched module
 
@@ -176,35 +177,6 @@ def test_a_part_that_was_only_called_inside_is_no_step_on_its_own_while_nothing_
     ]
     assert {m.step for m, p, _ in sink.records if p.name == "0"} == {3, 4}
     assert {m.step for m, p, _ in sink.records if p.name == ""} == {3}
-
-
-def test_a_forward_that_began_unseen_stays_unseen_when_hooks_appear_in_its_middle():
-    def forward(m, x):
-        x = m.first(x)
-        m.meanwhile()
-        return m.last(m.middle(x))
-
-    part = zoo.Holder(forward, first=nn.Identity(), middle=nn.Sequential(nn.Identity()), last=nn.Identity())
-    part.meanwhile = lambda: None
-    model = zoo.Holder(lambda m, x: m.part(x), part=part)
-    sink = Scheduled(lambda step: step == 3)
-    x = torch.ones(1)
-    with eager.watch(model, everything(model), sink):
-        run(model, x, 3)
-
-        def elsewhere():
-            part.meanwhile = lambda: None
-            thread = threading.Thread(target=model, args=(x,))
-            thread.start()
-            thread.join()
-
-        part.meanwhile = elsewhere
-        part(x)
-        assert sink.begun == 4
-        assert hooks_on(model) == 6 * OURS
-    assert len(sink.records) == 12
-    assert {m for m, _, _ in sink.records} == {Moment(step=3, batch=3)}
-    assert sink.failures == []
 
 
 # Threads ----------------------------------------------------------------------------------------
@@ -509,12 +481,11 @@ def test_a_compiled_part_is_not_compiled_again_when_hooks_come_and_go():
 
 def test_hooks_stay_where_something_is_due_again_by_the_time_they_would_come_off():
     layer, watcher = nn.Linear(2, 2), Watcher(Seen())
-    pair = watcher.pair(layer, "layer", frozenset({"output"}))
-    pair.on()
-    watcher.is_inside("layer")
-    watcher.idle = 1  # it was 2 when the lock was waited for, and a step that is due has begun since
+    watcher.hook(layer, "layer", frozenset({"output"}))
+    watcher._inside.add("layer")
+    watcher._idle = 1  # it was 2 when the lock was waited for, and a step that is due has begun since
     watcher._rest()
     assert layer._forward_hooks
-    watcher.idle = 2
+    watcher._idle = 2
     watcher._rest()
     assert not layer._forward_hooks
