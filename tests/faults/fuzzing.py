@@ -33,9 +33,9 @@ Edit = tuple[str, float, bytes, int]
 
 
 def edits(chance: random.Random) -> list[Edit]:
-    """Draw up to five edits: what is done, how far into the content, with which bytes, how many."""
+    """Draw up to five edits, mostly one: what is done, how far into the content, with which bytes, how many."""
     drawn = []
-    for _ in range(chance.randint(1, 5)):
+    for _ in range(chance.choice((1, 1, 1, 2, 5))):
         what = chance.choice(NUMBERS) if chance.random() < 0.4 else chance.randbytes(chance.randint(1, 8))
         drawn.append((chance.choice(EDITS), chance.random(), what, chance.randint(1, 64)))
     return drawn
@@ -174,6 +174,32 @@ TOKENS = {
 }
 
 
+RIGHT = {
+    "pattern": [
+        "model.{norm,layers.{0,-1}}:io",
+        "layers.[0:4].attn:input[0][key]",
+        "layers[0:2]",
+        "!layers.3:grad_input,output",
+        "type:*Norm:*",
+        "op:aten.softmax:input",
+        "**.0",
+        "layers.\\*",
+    ],
+    "schedule": [
+        "every(100, offset=3) | first(3)",
+        "epochs(1, 5) & batches(0)",
+        "~steps(0:10, 50) & (first(2) | ~every(7))",
+    ],
+    "pairing": [
+        "pair lm_head -> logits",
+        "rename transformer.h.* -> model.layers.*  # all within",
+        "fuse **.q_proj, **.k_proj, **.v_proj -> **.qkv_proj\nflat model.layers.*",
+        "split **.gate_up_proj:output -> **.gate_proj:output, **.up_proj:output",
+        "ignore **.rotary_emb",
+    ],
+}
+
+
 def pattern(text: str) -> None:
     from layerscope.patterns import Pattern, Place, select
 
@@ -217,9 +243,17 @@ def assert_answered(run: Callable[[], None]) -> None:
         assert len(said) < LONGEST, said
 
 
-def text_of(chance: random.Random, tokens: list[str]) -> str:
-    """Draw a text: words of the language in any order, or any letters."""
-    if chance.random() < 0.7:
+def text_of(chance: random.Random, target: str) -> str:
+    """Draw a text: a right one with some of its words changed, words in any order, any letters."""
+    tokens, share = TOKENS[target], chance.random()
+    if share < 0.6:
+        text = chance.choice(RIGHT[target])
+        for _ in range(chance.choice((1, 1, 2, 4))):
+            start, end = sorted(chance.randrange(len(text) + 1) for _ in range(2))
+            end = min(end, start + chance.randrange(4))
+            text = text[:start] + chance.choice([*tokens, text[start:end] * 2, ""]) + text[end:]
+        return text
+    if share < 0.9:
         return "".join(chance.choices(tokens, k=chance.randrange(12)))
     return "".join(chr(chance.randrange(chance.choice((0x80, 0x3000, 0x110000)))) for _ in range(chance.randrange(30)))
 
@@ -235,8 +269,6 @@ def main(target: str, seeds: Path, found: Path, count: int, number: int) -> None
         for _ in range(count):
             next(fuzz)
         fuzz.close()
-    for path in found.iterdir():
-        path.unlink()
     sys.stdout.write(json.dumps({"target": target, "inputs": count}))
 
 
@@ -244,7 +276,7 @@ def texts(target: str, found: Path, chance: random.Random) -> Iterator[None]:
     """Try a text each time; it is kept meanwhile, in case the process does not come back from it."""
     with (found / f"{target}.txt").open("wb", buffering=0) as file:
         while True:
-            text = text_of(chance, TOKENS[target])
+            text = text_of(chance, target)
             file.truncate(0)
             os.pwrite(file.fileno(), text.encode("utf-8", "surrogatepass"), 0)
             assert_answered(lambda text=text: TEXTS[target](text))
@@ -261,10 +293,12 @@ def files(target: str, seeds: Path, found: Path, chance: random.Random, folder: 
         whole, asked = contents[name], edits(chance)
         zipped = whole.startswith(b"PK") and chance.random() < 0.5
         content = in_archive(whole, asked, chance.randrange(100)) if zipped else changed(whole, asked)
-        for path in (folder / name, found / name.replace("/", "+")):
+        kept = found / name.replace("/", "+")
+        for path in (folder / name, kept):
             path.write_bytes(content)
         assert_answered(lambda path=folder / name: FILES[target](path))
         yield
+        kept.unlink()
         for left in folder.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
