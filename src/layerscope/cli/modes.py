@@ -127,6 +127,8 @@ def _refuse_mixtures(
         raise click.UsageError("say what to do with --mode: --sensitivity and --mode go together, --evaluate, --plan")
     if sensitivity and (plan or evaluate is not None):
         raise click.UsageError("--sensitivity is a page of its own; leave out --plan and --evaluate")
+    if within is not None and not math.isfinite(within):
+        raise click.UsageError(f"--within {within:g} is no budget; give a number, such as --plan --within 0.05")
     if plan != (within is not None):
         raise click.UsageError("--plan and --within go together: --plan --within 0.05")
     if evaluate is not None and (inputs is not None or prompt is not None):

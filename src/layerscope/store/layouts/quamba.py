@@ -30,6 +30,7 @@ __all__ = ["about", "array_name", "mode_of", "recognise", "said_of", "statistics
 _ARRAY = re.compile(r"mode_(.+)_layer_(\d{1,9})\.npy", re.DOTALL)
 _STATISTICS = re.compile(r"mode_(.+)_stats\.json", re.DOTALL)
 _ENTRY = re.compile(r"layer_(\d{1,9})")
+_NUMBERED = re.compile(r"\d+(?:-\d+)?")  # computes in INT8; a mode of floats is called by their type
 
 
 def array_name(mode: str, layer: int) -> str:
@@ -92,7 +93,7 @@ def _opened(
             f"{'; '.join(notes) or 'no layer in its file'}. Files mode_{{M}}_layer_{{i}}.npy are looked for."
         )
     aliases = {alias: [str(item.point)] for item in items for alias in _aliases(mode, item.point)}
-    manifest = Manifest(**said_of(said), mode=mode, aliases=aliases, completeness=_unknown(len(items)))
+    manifest = Manifest(**said_of(said, mode), mode=mode, aliases=aliases, completeness=_unknown(len(items)))
     return foreign_run(
         f"{place.address}:{mode}", "quamba", items, manifest=manifest, notes=notes, reopen=(place.address, mode)
     )
@@ -123,14 +124,19 @@ def _recorded_as(entry: object) -> dict[str, str]:
     return {"recorded_dtype": dtype.removeprefix("torch.")} if isinstance(dtype, str) else {}
 
 
-def said_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Sort what a statistics file says of a run into the places a manifest has for it."""
+def said_of(said: Mapping[str, Any], mode: str) -> dict[str, Any]:
+    """Sort what a statistics file says of a run into the places a manifest has for it.
+
+    The modes of the layout's own tools are quantised, which their files leave to the name: 0, 2-1, 3.
+    """
     model = said.get("model")
     started = said.get("timestamp")
+    grid = {"quantised": f"mode {mode}"} if _NUMBERED.fullmatch(mode) else {}
+    settings = {key: value for key, value in said.items() if key not in ("mode", "model", "timestamp")}
     return {
         "model": dict(model) if isinstance(model, dict) else {} if model is None else {"name": str(model)},
         "started": started if isinstance(started, str) else "",
-        "settings": {key: value for key, value in said.items() if key not in ("mode", "model", "timestamp")},
+        "settings": grid | settings,
     }
 
 
