@@ -22,12 +22,13 @@ import torch
 from layerscope.errors import BadModel, Unsupported
 from layerscope.patterns import Place
 from layerscope.points import Side
+from layerscope.runtimes.archives.zip_archive import MEND
 from layerscope.runtimes.forwards import Forwards
 from layerscope.runtimes.graph_calls import places_of
-from layerscope.runtimes.model_files import MEND, damage
+from layerscope.runtimes.model_files import damage
 from layerscope.runtimes.onnx.graph import OnnxGraph
 from layerscope.runtimes.onnx.session import Session, library
-from layerscope.runtimes.runtime import Wanted, Weights
+from layerscope.runtimes.runtime import Wanted, Weights, no_notes, no_remark, nothing_shared, refuse_gradients
 from layerscope.runtimes.sink import Sink
 from layerscope.runtimes.values import argument_leaves
 
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 NAME = "onnx"
+notes, remark, shared = no_notes, no_remark, nothing_shared
 
 _BEGINS = b"\x08"  # the version of the format, which comes first
 
@@ -100,21 +102,6 @@ def points(model: OnnxModel) -> list[Place]:
     return places_of(model.graph.kinds)
 
 
-def notes(model: OnnxModel) -> dict[str, Any]:
-    """Return nothing: looking changes nothing here."""
-    return {}
-
-
-def remark(model: OnnxModel) -> str:
-    """Return nothing: the points are the modules that the exporter wrote down."""
-    return ""
-
-
-def shared(model: OnnxModel) -> dict[str, str]:
-    """Return nothing: a shared module is exported under each name it was called by."""
-    return {}
-
-
 def parameters(model: OnnxModel) -> list[torch.Tensor]:
     """Return tensors of the shapes and types of the initializers; their values stay in the file."""
     numpy_type = library("onnx").helper.tensor_dtype_to_np_dtype
@@ -130,11 +117,7 @@ def weights(model: OnnxModel) -> Weights:
 
 def check(model: OnnxModel, wanted: Wanted, *, ops: bool) -> None:
     """Refuse gradients."""
-    if any(side.startswith("grad") for sides in wanted.values() for side in sides):
-        raise Unsupported(
-            "gradients are not seen in ONNX Runtime, which computes a forward alone; "
-            "record them on the module it was made from."
-        )
+    refuse_gradients(wanted, "in ONNX Runtime, which computes a forward alone")
 
 
 @contextmanager
@@ -143,10 +126,10 @@ def watch(
 ) -> Iterator[Callable[..., Any]]:
     """Tell `sink` what passes the wanted sides of the wanted modules until the block ends."""
     forwards = Forwards(sink)
-    looks = sorted([*_module_looks(model.graph, wanted), *_op_looks(model.graph, ops)])
+    taps = sorted([*_module_taps(model.graph, wanted), *_op_taps(model.graph, ops)])
     given = [each.name for each in model.proto.graph.input]
     returned = [each.name for each in model.proto.graph.output]
-    asked = dict.fromkeys(value for look in looks for value in look.values if value not in given)
+    asked = dict.fromkeys(value for tap in taps for value in tap.values if value not in given)
     tapped = model.session(asked)
     untapped: list[Session] = []
 
@@ -158,8 +141,8 @@ def watch(
     def run(*args: Any, **kwargs: Any) -> Any:
         inputs = _named(tapped.inputs, args, kwargs)
         values = {**inputs, **tapped.run(inputs)}
-        for look in looks:
-            forwards.safely(look.tell, forwards, values)
+        for tap in taps:
+            forwards.safely(tap.tell, forwards, values)
         return _packed([values[name] for name in returned])
 
     yield lambda *args, **kwargs: forwards.run(run, plain, wanted.get("", ()), args, kwargs)
@@ -187,7 +170,7 @@ def _why_silent(graph: OnnxGraph, name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Look:
+class _OnnxTap:
     """One side of one call of a module or an operation: when it takes place, and the values it consists of."""
 
     at: tuple[int, int, int]  # the node it stands at, before or after it, how deep inside
@@ -209,22 +192,22 @@ class _Look:
             forwards.tell(name, self.side, value, call=number, note=note, op=op)
 
 
-def _module_looks(graph: OnnxGraph, wanted: Wanted) -> Iterator[_Look]:
+def _module_taps(graph: OnnxGraph, wanted: Wanted) -> Iterator[_OnnxTap]:
     for name, sides in wanted.items():
         depth = name.count(".")
         for number, call in enumerate(graph.calls.get(name, ()) if name else ()):
             key = (name, str(number))
             takes, gives = "input" in sides, "output" in sides
-            yield _Look((call.first, 0, depth), key, "input", tuple(call.inputs) if takes else (), takes)
-            yield _Look((call.last, 1, -depth), key, "output", tuple(call.outputs) if gives else (), gives)
+            yield _OnnxTap((call.first, 0, depth), key, "input", tuple(call.inputs) if takes else (), takes)
+            yield _OnnxTap((call.last, 1, -depth), key, "output", tuple(call.outputs) if gives else (), gives)
 
 
-def _op_looks(graph: OnnxGraph, ops: Callable[[str], str | None] | None) -> Iterator[_Look]:
+def _op_taps(graph: OnnxGraph, ops: Callable[[str], str | None] | None) -> Iterator[_OnnxTap]:
     for (op, fx), (within, call) in graph.ops.items() if ops is not None else ():
         name = ops(op) if ops is not None else None
         if name is not None:
-            yield _Look((call.first, 0, 1 << 20), (name, fx), "input", tuple(call.inputs), within=within)
-            yield _Look((call.last, 1, -(1 << 20)), (name, fx), "output", tuple(call.outputs), within=within)
+            yield _OnnxTap((call.first, 0, 1 << 20), (name, fx), "input", tuple(call.inputs), within=within)
+            yield _OnnxTap((call.last, 1, -(1 << 20)), (name, fx), "output", tuple(call.outputs), within=within)
 
 
 def _named(inputs: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -18,10 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from layerscope.runtimes.graph_calls import ModuleCall, ScopedNode, module_calls
+from layerscope.runtimes.graph_calls import GraphCall, ScopedNode, module_calls
 from layerscope.runtimes.onnx.call_numbers import SIZES, OnnxNode, call_numbers, merged
-
-__all__ = ["OnnxGraph"]
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
@@ -36,8 +34,8 @@ class OnnxGraph:
     """The modules of a graph, what they compute, and whose weights are used without a call."""
 
     kinds: dict[str, str]
-    calls: dict[str, list[ModuleCall]]
-    ops: dict[tuple[str, str], tuple[str, ModuleCall]]  # operation, and its name in the graph -> module, call
+    calls: dict[str, list[GraphCall]]
+    ops: dict[tuple[str, str], tuple[str, GraphCall]]  # operation, and its name in the graph -> module, call
     users: dict[str, str]
     unclear: dict[str, int]  # module -> how often the same runs in a row
     has_names: bool
