@@ -161,14 +161,6 @@ def a_neff_in_torchscript(folder):
     return folder / "neuron.pt"
 
 
-def an_onnx_file_without_names(folder):
-    onnx = pytest.importorskip("onnx")
-    value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in ("x", "y")]
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", value[:1], value[1:])
-    onnx.save(onnx.helper.make_model(graph), folder / "stripped.onnx")
-    return folder / "stripped.onnx"
-
-
 @pytest.mark.parametrize(
     ("make", "what", "instead"),
     [
@@ -177,7 +169,6 @@ def an_onnx_file_without_names(folder):
         (an_engine, "is a TensorRT engine, machine code", "layerscope.compile("),
         (a_neff_in_torchscript, "is TorchScript that needs neuron::forward_v2_1", "layerscope.compile("),
         (onnx_runtimes_own, "is in ONNX Runtime's own format", "give the .onnx file"),
-        (an_onnx_file_without_names, "keeps no names of modules", "give the file that was exported"),
         (weights_alone, "weights alone are not a model", "give the function that makes it"),
     ],
 )

@@ -380,14 +380,19 @@ def test_a_dead_output_is_not_in_the_file(made):
         rec.model(x)
 
 
-def test_a_file_without_names_is_refused_with_the_way_that_works(made, tmp_path):
-    _, path, _ = made(zoo.plain)
+def test_a_file_without_names_is_its_operations_and_says_so_with_the_way_to_modules(made, tmp_path):
+    model, path, (x,) = made(zoo.plain)
     proto = onnx.load(path)
     for node in proto.graph.node:
         del node.metadata_props[:]
     onnx.save(proto, tmp_path / "stripped.onnx")
-    with pytest.raises(TypeError, match=r"keeps no names of modules.*record_layer_outputs=True"):
+    with pytest.raises(LookupError, match=r"numbered in the order they run.*record_layer_outputs=True"):
         ls.record(tmp_path / "stripped.onnx", "0")
+    with ls.record(tmp_path / "stripped.onnx", "**") as rec:
+        rec.model(x)
+    first = next(iter(rec.run.records()))
+    torch.testing.assert_close(first.tensor(), model[0](x), rtol=0, atol=1e-6)
+    assert rec.run.manifest.settings["names"].startswith("its points are its operations")
 
 
 @pytest.mark.parametrize("odd", ["not a list", "[1, 2]", "[["])

@@ -349,6 +349,8 @@ def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         if effect := run.manifest.settings.get("observer_effect"):
             where = f" in {run.manifest.runtime}" if run.manifest.runtime else ""
             yield f"{role} was recorded{where}: {effect}"
+        if names := run.manifest.settings.get("names"):
+            yield f"{role} was recorded from a file without metadata: {names}"
         if run.layout == "layerscope" and not run.complete and (said := _incomplete(run)):
             yield f"{role} is {said}; what is not there was not compared"
     seen = [run.manifest.settings.get("inputs") for run in (plan.left.run, plan.right.run)]

@@ -46,8 +46,9 @@ class Checker:
         if found is None:
             return None
         kind = found.checked.check.kind
-        if self._quantised and kind in ("linear", "conv", "embedding"):
-            floor = max(self._typical.get(kind, 0.0), self._floor(found, arithmetic))
+        if self._quantised:
+            usual = self._typical.get(kind, max(self._typical.values(), default=math.inf))
+            floor = max(usual, self._floor(found, arithmetic))
             times = found.value / (floor * _STANDS_OUT)
             return Checking(found.value, floor, times, kind, said=", among its siblings")
         floor = self._floor(found, arithmetic)

@@ -37,7 +37,7 @@ _BY_SUFFIX: dict[str, Kind] = {
     ".plan": "tensorrt",
     ".trt": "tensorrt",
 }
-_ZIPS = (".pt", ".pth", ".ts", ".pt2")
+_ZIPS = (".pt", ".pth", ".ts", ".jit", ".pt2")
 SUFFIXES = (*_ZIPS, *_BY_SUFFIX)
 _ZIP = b"PK\x03\x04"  # how an archive begins
 _PICKLE = b"\x80"

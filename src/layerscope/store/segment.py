@@ -207,10 +207,9 @@ def _write_table(fd: int, what: Sealing, *, end: int) -> int:
 
 def write_columns(fd: int, what: Sealing, columns: Columns, entries: list[str], *, end: int, room: int = ROOM) -> int:
     """Write padding, columns and footer behind tensors that end at `end`, 0 for none; return the file's size."""
-    lists = {name: json.dumps(getattr(columns, name)).encode() for name in LISTS}
     arrays = {name: _constant(name, array, columns.rows) for name, array in columns.arrays.items()}
-    arrays |= {name: np.frombuffer(text, np.uint8) for name, text in lists.items()}
-    arrays["losses"] = np.frombuffer(strictjson.dumps([_listed(loss) for loss in what.losses]).encode(), np.uint8)
+    lists = {name: getattr(columns, name) for name in LISTS} | {"losses": [_listed(loss) for loss in what.losses]}
+    arrays |= {name: np.frombuffer(_deflated(values), np.uint8) for name, values in lists.items()}
     start = room if end else 0  # of what data_offsets count from; without tensors that is known only at the end
     at = end - start
     padding = -at % _ALIGNED
@@ -226,7 +225,7 @@ def write_columns(fd: int, what: Sealing, columns: Columns, entries: list[str], 
                        f'"data_offsets":[{at},{at + len(raw)}]}}')  # fmt: skip
         parts.append(raw)
         at += len(raw)
-    footer = _footer(what, columns, arrays, directory, tensors=end)
+    footer = _footer(what, columns, lists, arrays, directory, tensors=end)
     entries.append(_bytes_entry("table.footer", at, at + len(footer) + _TRAILER.size))
     header = _header(entries, what.rank, room=room if end else None)
     footer += _TRAILER.pack(len(footer), crc32c(footer), crc32c(header), _MAGIC)
@@ -264,7 +263,13 @@ def tensor_entries(
 
 
 def _footer(
-    what: Sealing, columns: Columns, arrays: dict[str, Array], directory: dict[str, list[Any]], *, tensors: int
+    what: Sealing,
+    columns: Columns,
+    lists: dict[str, Any],
+    arrays: dict[str, Array],
+    directory: dict[str, list[Any]],
+    *,
+    tensors: int,
 ) -> bytes:
     steps, ranks = columns.arrays["step"], columns.arrays["rank"]
     about = {
@@ -282,13 +287,10 @@ def _footer(
         "constants": strictjson.encoded(
             {n: a.tolist()[0] for n, a in arrays.items() if _is_per_row(n) and len(a) == 1 != columns.rows}
         ),
-        "points": columns.points,
-        "dtypes": columns.dtypes,
-        "shapes": columns.shapes,
-        "losses": [_listed(loss) for loss in what.losses],
+        **lists,
         **({"merged": list(what.merged)} if what.merged else {}),
     }
-    return zlib.compress(_json(about).encode(), 1)
+    return _deflated(about)
 
 
 def _header(entries: Sequence[str], rank: int, *, room: int | None) -> bytes:
@@ -331,6 +333,19 @@ def _listed(loss: Dropped) -> list[Any]:
 
 def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
+
+
+def _deflated(value: object) -> bytes:
+    return zlib.compress(_json(value).encode(), 1)
+
+
+def _inflated(data: bytes) -> Any:
+    """Read `_deflated` back; raises ValueError or zlib.error for what it never gave."""
+    inflate = zlib.decompressobj()
+    value = json.loads(inflate.decompress(data, _LARGEST_FOOTER))
+    if not inflate.eof:
+        raise ValueError("it is longer than any that was written")
+    return value
 
 
 def _pwrite(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -507,9 +522,8 @@ class Sealed(Columns):
             raw = self._tail[at : at + length]
             if crc32c(raw) != check:
                 raise ValueError("its checksum differs")
-            inflate = zlib.decompressobj()
-            about = json.loads(inflate.decompress(raw, _LARGEST_FOOTER))
-            if not inflate.eof or not isinstance(about, dict):
+            about = _inflated(raw)
+            if not isinstance(about, dict):
                 raise ValueError("it is not what a footer holds")
             about["constants"] = strictjson.decoded(about["constants"])
             self._trailer = self._tail[-_TRAILER.size :]
@@ -553,10 +567,10 @@ class Sealed(Columns):
                     if not 0 <= first <= last:
                         raise ValueError(f"bytes {first} to {last}")
                     columns[name.removeprefix("table.")] = [column["dtype"], column["shape"], first, last, None]
-            lists = {name: json.loads(self._raw(columns[name], begin)) for name in (*LISTS, "losses")}
+            lists = {name: _inflated(self._raw(columns[name], begin)) for name in (*LISTS, "losses")}
             rows = columns["check"][1][0]
             rank = int(said["__metadata__"]["rank"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, RecursionError, zlib.error) as error:
             raise Damaged(f"{self.name} has neither a footer nor a header that reads ({error})") from None
         nothing = {"needs": [], "run": "", "unique": False, "steps": None, "ranks": [], "constants": {}}
         return (

@@ -17,7 +17,8 @@ from layerscope.runtimes.model_files import is_file, kind_of, opened
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     model, args = zoo.plain()
-    torch.jit.save(torch.jit.trace(model, args), folder / "script.pt")
+    for name in ("script.pt", "script.jit"):
+        torch.jit.save(torch.jit.trace(model, args), folder / name)
     torch.export.save(torch.export.export(model, args), folder / "program.pt2")
     torch.save(model.state_dict(), folder / "weights.pt")
     with zipfile.ZipFile(folder / "aoti.pt2", "w") as archive:  # as torch 2.13 lays a package out
@@ -32,6 +33,7 @@ def files(tmp_path_factory):
     ("name", "kind"),
     [
         ("script.pt", "torchscript"),
+        ("script.jit", "torchscript"),
         ("program.pt2", "export"),
         ("aoti.pt2", "aoti"),
         ("model.neff", "neff"),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from layerscope.errors import BadModel, Unsupported
+from layerscope.errors import BadModel
 from layerscope.patterns import Place
 from layerscope.points import Side
 from layerscope.runtimes.archives.zip_archive import MEND
@@ -27,8 +27,9 @@ from layerscope.runtimes.forwards import Forwards
 from layerscope.runtimes.graph_calls import places_of
 from layerscope.runtimes.model_files import damage
 from layerscope.runtimes.onnx.graph import OnnxGraph
+from layerscope.runtimes.onnx.scales import dequantised, grid_of
 from layerscope.runtimes.onnx.session import Session, library
-from layerscope.runtimes.runtime import Wanted, Weights, no_notes, no_remark, nothing_shared, refuse_gradients
+from layerscope.runtimes.runtime import Wanted, Weights, nothing_shared, refuse_gradients
 from layerscope.runtimes.sink import Sink
 from layerscope.runtimes.values import argument_leaves
 
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 NAME = "onnx"
-notes, remark, shared = no_notes, no_remark, nothing_shared
+shared = nothing_shared
 
 _BEGINS = b"\x08"  # the version of the format, which comes first
 
@@ -76,14 +77,18 @@ class OnnxModel:
         """What the file tells of its modules."""
         return OnnxGraph.of(self.proto)
 
-    def session(self, outputs: Iterable[str] = ()) -> Session:
-        """Return a session of the graph that gives `outputs` after the model's own."""
+    def session(self, outputs: Iterable[str] = ()) -> tuple[Session, dict[str, str]]:
+        """Return a session of the graph that gives `outputs` after the model's own, and what the quantised are worth.
+
+        That is under a name of its own, for each value that a scale and a zero point belong to.
+        """
         onnx = library("onnx")
         copied = onnx.ModelProto()
         copied.CopyFrom(self.proto)
-        own = {each.name for each in copied.graph.output}
+        worth = dequantised(copied, outputs)
+        own = {each.name for each in copied.graph.output} | worth.keys()
         copied.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs if name not in own)
-        return Session(self.path, copied.SerializeToString())
+        return Session(self.path, copied.SerializeToString()), worth
 
 
 def _why_unread(path: Path, otherwise: str = "ends too early, or is damaged") -> str:
@@ -92,14 +97,31 @@ def _why_unread(path: Path, otherwise: str = "ends too early, or is damaged") ->
 
 
 def points(model: OnnxModel) -> list[Place]:
-    """Return the modules that the exporter wrote down, with their classes where one computed something."""
-    if not model.graph.has_names:
-        raise Unsupported(
-            f"{str(model.path)!r} keeps no names of modules: they are in the metadata that torch.onnx.export("
-            "dynamo=True) writes, and optimisers drop it; give the file that was exported, or compile the model again "
-            "with layerscope.compile(..., record_layer_outputs=True)."
-        )
+    """Return the modules that the file tells of, with their classes where one computed something."""
     return places_of(model.graph.kinds)
+
+
+def notes(model: OnnxModel) -> dict[str, Any]:
+    """Say that the graph is quantised, and where its points have their names from, if not from the exporter."""
+    said = {"quantised": grid_of(model.proto.graph), "names": _TOLD_BY[model.graph.told_by]}
+    return {name: value for name, value in said.items() if value}
+
+
+def remark(model: OnnxModel) -> str:
+    """Say where the points have their names from, if not from the exporter."""
+    told_by = _TOLD_BY[model.graph.told_by]
+    return f"The file has no metadata of torch.onnx.export(dynamo=True): {told_by}. {_INSTEAD}" if told_by else ""
+
+
+_TOLD_BY = {
+    "metadata": "",
+    "names": "its modules are read from the names of its nodes",
+    "order": "its points are its operations, numbered in the order they run",
+}
+_INSTEAD = (
+    "For the modules as they are in the source, give the file that was exported with it, or compile the model again "
+    "with layerscope.compile(..., record_layer_outputs=True)."
+)
 
 
 def parameters(model: OnnxModel) -> list[torch.Tensor]:
@@ -130,17 +152,18 @@ def watch(
     given = [each.name for each in model.proto.graph.input]
     returned = [each.name for each in model.proto.graph.output]
     asked = dict.fromkeys(value for tap in taps for value in tap.values if value not in given)
-    tapped = model.session(asked)
+    tapped, worth = model.session(asked)
     untapped: list[Session] = []
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         if not untapped:
-            untapped.append(model.session())
+            untapped.append(model.session()[0])
         return _packed(list(untapped[0].run(_named(untapped[0].inputs, args, kwargs)).values()))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         inputs = _named(tapped.inputs, args, kwargs)
         values = {**inputs, **tapped.run(inputs)}
+        values |= {value: values[name] for value, name in worth.items() if value not in returned}
         for tap in taps:
             forwards.safely(tap.tell, forwards, values)
         return _packed([values[name] for name in returned])
@@ -155,6 +178,11 @@ def why_silent(model: OnnxModel, names: Iterable[str]) -> dict[str, str]:
 
 def _why_silent(graph: OnnxGraph, name: str) -> str:
     user = graph.users.get(name)
+    if graph.unclear.get(name) == 0:
+        return (
+            "its last operations cannot be told: quantising dropped their metadata; quantise in the format QDQ, which "
+            "keeps it"
+        )
     if name in graph.unclear:
         return (
             f"its calls cannot be told apart: the same runs {graph.unclear[name]} times in a row, which may be as many "

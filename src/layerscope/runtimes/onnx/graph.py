@@ -1,5 +1,7 @@
 """What an .onnx file tells of the modules it was made from: the metadata that `torch.onnx.export(dynamo=True)` writes.
 
+A file without it is read by the names of its nodes, else by the order of its operations (`names.py`).
+
     graph = OnnxGraph.of(proto)
     graph.kinds                     # module name -> class
     graph.calls["layers.3"]         # the calls of a module, with the values that go in and come out
@@ -14,12 +16,15 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 from layerscope.runtimes.graph_calls import GraphCall, ScopedNode, module_calls
 from layerscope.runtimes.onnx.call_numbers import SIZES, OnnxNode, call_numbers, merged
+from layerscope.runtimes.onnx.names import read_names, read_order, values_aside, weights_of, without_metadata
+from layerscope.runtimes.onnx.scales import PRODUCTS, quantised_values_alone
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
@@ -37,22 +42,39 @@ class OnnxGraph:
     calls: dict[str, list[GraphCall]]
     ops: dict[tuple[str, str], tuple[str, GraphCall]]  # operation, and its name in the graph -> module, call
     users: dict[str, str]
-    unclear: dict[str, int]  # module -> how often the same runs in a row
-    has_names: bool
+    unclear: dict[str, int]  # module -> how often the same runs in a row; 0 where its last operations are not known
+    told_by: Literal["metadata", "names", "order"]
 
     @classmethod
     def of(cls, proto: Any) -> OnnxGraph:
         """Read the graph of a ModelProto."""
-        graph = proto.graph
-        weights = {each.name for each in graph.initializer}
+        graph = quantised_values_alone(proto.graph)
+        weights = weights_of(graph)
         returned = {each.name for each in graph.output}
         classes: dict[str, str] = {}
-        nodes = _settled([_read(node, weights, classes) for node in graph.node])
+        aside = values_aside(graph, weights)
+        nodes = [_read(node, weights, classes) for node in graph.node]
         kinds = {name: kind.rpartition(".")[2] for name, kind in classes.items()}
+        told_by: Literal["metadata", "names", "order"] = "metadata"
+        numbers: dict[str, dict[int, int]] = {}
+        unclear: dict[str, int] = {}
+        if not classes:
+            read = read_names(graph, weights)
+            told_by = "names" if read is not None else "order"
+            nodes, numbers, kinds = read if read is not None else read_order(graph, weights)
+        else:
+            nodes = [
+                node if made.metadata_props else without_metadata(made, at, weights, aside)
+                for at, (node, made) in enumerate(zip(nodes, graph.node, strict=True))
+            ]
+        nodes = _settled(nodes, graph, weights)
+        if classes:
+            numbers, unclear = call_numbers(nodes, classes)
+            unclear |= dict.fromkeys(_open_ended(nodes, graph), 0)
         owners = [each.name for each in [*graph.initializer, *graph.value_info] if _is_weight(each, weights)]
-        for owner in dict.fromkeys(name.rpartition(".")[0] for name in owners if "." in name):
+        named = [name.rpartition(".")[0] for name in owners if "." in name and "/" not in name]
+        for owner in named if told_by != "order" else ():
             kinds.setdefault(owner, "")
-        numbers, unclear = call_numbers(nodes, classes)
         calls = module_calls(_scoped(nodes, numbers), returned=returned)
         ops = module_calls(
             [ScopedNode(((n.op, n.fx),) if n.op else (), n.inputs, n.outputs) for n in nodes], returned=returned
@@ -65,7 +87,7 @@ class OnnxGraph:
             {(op, fx): (module, next(following[op])) for (op, fx), module in within.items()},
             _users(nodes, kinds),
             unclear,
-            bool(classes),
+            told_by,
         )
 
 
@@ -98,22 +120,78 @@ def _texts(written: str) -> list[str]:
     return read if isinstance(read, list) and all(isinstance(each, str) for each in read) else []
 
 
-def _settled(nodes: list[OnnxNode]) -> list[OnnxNode]:
-    """Put the nodes that the exporter's optimiser made, and gave no module, where all their neighbours are."""
-    users: dict[str, list[OnnxNode]] = {}
-    for node in nodes:
+def _settled(nodes: list[OnnxNode], graph: Any, weights: set[str]) -> list[OnnxNode]:
+    """Put the nodes without a module, which optimisers made, where all that lies before and behind them is.
+
+    A product and what rescales it are inside the module that takes the result; with a module's bias, they are its own.
+    """
+    users: dict[str, list[int]] = {}
+    for at, node in enumerate(nodes):
         for value in node.inputs:
-            users.setdefault(value, []).append(node)
-    maker: dict[str, OnnxNode] = {}
-    settled: list[OnnxNode] = []
-    for node in nodes:
-        if not node.modules:
-            around = [maker[value].modules for value in node.inputs if value in maker]
-            around += [user.modules for value in node.outputs for user in users.get(value, ()) if user.modules]
-            node = replace(node, modules=_common(around))
-        settled.append(node)
-        maker.update(dict.fromkeys(node.outputs, node))
+            users.setdefault(value, []).append(at)
+    maker = {value: at for at, node in enumerate(nodes) for value in node.outputs}
+    scopes = {name: node.modules[: at + 1] for node in nodes for at, name in enumerate(node.modules)}
+    owned = [_owner(node, weights) for node in graph.node]
+    nodes = [
+        replace(node, modules=_chain(name, scopes)) if name and not node.modules else node
+        for node, name in zip(nodes, owned, strict=True)
+    ]
+    named = {name for node in nodes for name in node.modules}
+    before: list[list[tuple[str, ...]]] = []
+    scaled: set[int] = set()  # what products give, until it is a value of the model
+    for at, (node, made) in enumerate(zip(nodes, graph.node, strict=True)):
+        makers = [maker[value] for value in node.inputs if maker.get(value, at) < at]
+        before.append([node.modules] if node.modules else _together(before[other] for other in makers))
+        goes_on = made.op_type in ("Cast", "Mul") and not scaled.isdisjoint(makers)
+        if not node.modules and (goes_on or made.op_type in PRODUCTS):
+            scaled.add(at)
+    after: dict[int, list[tuple[str, ...]]] = {}
+    settled = list(nodes)
+    holders = {name.rpartition(".")[0] for name in named}
+    for at, node in reversed([*enumerate(nodes)]):
+        takers = [user for value in node.outputs for user in users.get(value, ()) if user > at]
+        ahead = _together(after[user] for user in takers)
+        modules = node.modules or _common([*before[at], *ahead])
+        if at in scaled and ahead:
+            modules = ahead[0]
+            own = all(owned[user] == modules[-1] or user in scaled for user in takers) if modules else False
+            while len(modules) > 1 and not own and modules[-1] not in holders:
+                modules = modules[:-1]
+        settled[at] = replace(node, modules=modules)
+        after[at] = [modules] if node.modules or at in scaled else ahead
     return settled
+
+
+def _open_ended(nodes: Sequence[OnnxNode], graph: Any) -> Iterator[str]:
+    """Yield the modules that hold others and after which a quantised operation runs that may still be theirs."""
+    maker = {value: node for node in nodes for value in node.outputs}
+    holders = {name.rpartition(".")[0] for node in nodes for name in node.modules}
+    for node, made in zip(nodes, graph.node, strict=True):
+        if made.op_type.startswith("QLinear") and made.op_type not in PRODUCTS and not made.metadata_props:
+            scopes = [maker[value].modules for value in node.inputs if value in maker]
+            yield from (name for scope in scopes for name in scope[len(node.modules) :] if name in holders)
+
+
+def _owner(node: Any, weights: set[str]) -> str:
+    """Return the module whose weight a quantised product takes, or whose bias is added; nothing where none is named."""
+    if node.op_type not in (*PRODUCTS, "Add", "QLinearAdd"):
+        return ""
+    parts = ("bias",) if node.op_type.endswith("Add") else ("bias", "weight")
+    named = (value.rpartition(".") for value in node.input if value in weights and "/" not in value)
+    return next((owner for owner, _, name in named if name.startswith(parts)), "")
+
+
+def _chain(name: str, scopes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return a module with those around it, as far as other nodes name them."""
+    above = name
+    while above and above not in scopes:
+        above = above.rpartition(".")[0]
+    return (*scopes.get(above, ("",)), *([name] if above != name else []))
+
+
+def _together(around: Iterable[list[tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    every = [scope for scopes in around for scope in scopes]
+    return [_common(every)] if every else []
 
 
 def _common(scopes: list[tuple[str, ...]]) -> tuple[str, ...]:
