@@ -35,13 +35,24 @@ def hand_over(error: ModuleNotFoundError) -> NoReturn:
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Tell in a sentence what layerscope or the disk refuses, and leave with exit code 2."""
+    """Tell in a sentence what layerscope or the disk refuses, and leave with exit code 2; 130 after Ctrl-C.
+
+    Whose reader is gone (`| head`) leaves with 141 and without a word, as any program does.
+    """
+    from layerscope.cli.page import ReaderGone
     from layerscope.errors import LayerscopeError
 
     try:
         yield
+        sys.stdout.flush()
+    except (ReaderGone, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would complain when it flushes at its end
+        sys.exit(141)
     except (LayerscopeError, OSError) as error:
         give_up(str(error))
+    except KeyboardInterrupt:
+        tell_user("interrupted")
+        sys.exit(130)
 
 
 def tell_user(sentence: str) -> None:

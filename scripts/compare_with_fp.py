@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 
-from checkout import HERE, give_up, hand_over, tell_user
+from checkout import HERE, give_up, hand_over, one_sentence, tell_user
 
 try:
     from layerscope.cli import compare as comparing
@@ -25,45 +25,41 @@ try:
     from layerscope.compare.page.document import document
     from layerscope.errors import LayerscopeError
     from layerscope.models import is_model
-    from layerscope.store import open_run
+    from layerscope.store import Manifest, open_run
     from layerscope.store.layouts.quamba import mode_of
 except ModuleNotFoundError as error:
     hand_over(error)
 
 USUAL = "quamba-130m-w8a8"  # the model of the documents, for a folder that holds nothing yet
+LIKE_THE_OTHERS = ("pretrained_dir", "calib_file", "prompt", "calib_data_num", "calib_seqlen")
 
 
 def main() -> int:
     """Compare the modes that were asked for, print the page, save it where that was asked for."""
     asked = arguments()
-    here = modes_in(asked.output_dir)
-    modes = [mode for mode in here if mode != asked.reference] if asked.all else asked.modes
-    for mode in (asked.reference, *modes):
-        if mode not in here:
-            give_up(missing(mode, asked.output_dir, here))
-    if not modes:
-        give_up(
-            f"{asked.output_dir} holds no mode but {asked.reference}. {how_to_make('quant_only', asked.output_dir)}"
-        )
-    try:
-        with counting("comparing") as tell:
+    with one_sentence():
+        here = modes_in(asked.output_dir)
+        modes = [mode for mode in here if mode != asked.reference] if asked.all else asked.modes
+        for mode in (asked.reference, *modes):
+            if mode not in here:
+                give_up(missing(mode, asked.output_dir, here))
+        if not modes:
+            give_up(
+                f"{asked.output_dir} holds no mode but {asked.reference}. {how_to_make('quant_only', asked.output_dir)}"
+            )
+        with counting("comparing") as progress:
             comparison = comparing.compared(
                 f"{asked.output_dir}:{asked.reference}",
                 [f"{asked.output_dir}:{mode}" for mode in modes],
-                tell=tell,
+                progress=progress,
             )
-    except (LayerscopeError, OSError) as error:
-        give_up(str(error))
-    except KeyboardInterrupt:
-        tell_user("interrupted; nothing was written")
-        return 130
-    if asked.save_comparison:
-        for mode, against in zip(modes, comparison, strict=True):
-            alone = replace(comparison, candidates=(against,))
-            comparing.saved(document(alone), Path(asked.save_comparison.replace("{mode}", mode)))
-    put(document(comparison, summary=asked.all or None))
-    for sentence in comparing.complaints(comparison):
-        tell_user(sentence)
+        if asked.save_comparison:
+            for mode, against in zip(modes, comparison, strict=True):
+                alone = replace(comparison, candidates=(against,))
+                comparing.saved(document(alone), Path(asked.save_comparison.replace("{mode}", mode)))
+        put(document(comparison, summary=asked.all or None))
+        for sentence in comparing.complaints(comparison):
+            tell_user(sentence)
     return 0
 
 
@@ -98,20 +94,24 @@ def missing(mode: str, folder: str, here: list[str]) -> str:
 
 
 def how_to_make(mode: str, folder: str) -> str:
-    """Name the command that makes a mode, of the folder's own model; where nobody knows it, MODEL stands for it."""
-    script = quote(os.path.relpath(HERE / "save_layer_outputs.py"))
-    models = models_in(folder) if modes_in(folder) else {USUAL}
-    model = quote(models.pop()) if len(models) == 1 else "MODEL"
-    return f"Make it: `python3 {script} {model} --mode {quote(mode)} --output_dir {quote(folder)}`."
+    """Name the command that makes a mode as the folder's others were made; where nobody knows the model, say MODEL."""
+    said = manifests_in(folder)
+    models = {name for name in (str(one.model.get("name")) for one in said) if is_model(name)}
+    model = USUAL if not modes_in(folder) else models.pop() if len(models) == 1 else "MODEL"
+    command = [os.path.relpath(HERE / "save_layer_outputs.py"), model, "--mode", mode, "--output_dir", folder]
+    for word in LIKE_THE_OTHERS:
+        values = {str(one.settings[word]) for one in said if word in one.settings}
+        command += [f"--{word}", *values] if len(values) == 1 else []
+    return f"Make it: `python3 {shlex.join(command)}`."
 
 
-def models_in(folder: str) -> set[str]:
-    """Return the models that the modes of a folder are said to be of, as far as they can be called by that name."""
-    models = set()
+def manifests_in(folder: str) -> list[Manifest]:
+    """Return what is said of the modes of a folder, as far as it can be read."""
+    found = []
     for mode in modes_in(folder):
         with suppress(LayerscopeError, OSError):
-            models.add(str(open_run(folder, mode=mode).manifest.model.get("name")))
-    return {model for model in models if is_model(model)}
+            found.append(open_run(folder, mode=mode).manifest)
+    return found
 
 
 if __name__ == "__main__":

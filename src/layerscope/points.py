@@ -16,7 +16,19 @@ from typing import Any, Literal, cast, get_args
 
 from layerscope.errors import BadText
 
-__all__ = ["SIDES", "SIDE_TITLES", "WRAPPERS", "Leaf", "Moment", "Point", "Side", "escape", "unescape", "unwrapped"]
+__all__ = [
+    "SIDES",
+    "SIDE_TITLES",
+    "WRAPPERS",
+    "Leaf",
+    "Moment",
+    "Point",
+    "Side",
+    "caption",
+    "escape",
+    "unescape",
+    "unwrapped",
+]
 
 Side = Literal["input", "output", "grad_input", "grad_output"]
 SIDES: tuple[Side, ...] = get_args(Side)
@@ -118,6 +130,15 @@ class Moment:
     @property
     def _order(self) -> tuple[int, ...]:
         return (-1 if self.epoch is None else self.epoch, self.step, self.batch, self.call, self.rank)
+
+
+def caption(point: Point) -> str:
+    """Return what a point is called in a picture, whose title says its side.
+
+    >>> caption(Point("")), caption(Point("blocks.0.attn", leaf=(1,)))
+    ('the model', 'blocks.0.attn[1]')
+    """
+    return (point.place if point.name or point.op else "the model") + leaf_text(point.leaf)
 
 
 def unwrapped(name: str) -> str:

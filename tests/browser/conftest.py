@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ FLAGS = (
 def browser() -> Iterator[object]:
     """Debian's Chromium, driven by Playwright."""
     if CHROMIUM is None:
-        pytest.skip("there is no chromium; `make browser` installs it where apt can be used")
+        missing = "there is no chromium; `make browser` installs it where apt can be used"
+        pytest.fail(missing) if "REQUIRE_BROWSER" in os.environ else pytest.skip(missing)
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
         running = driver.chromium.launch(executable_path=CHROMIUM, args=[*FLAGS])

@@ -217,6 +217,49 @@ def test_a_choice_shows_one_panel(look, report):
     assert page.locator("figure.heatmap").is_hidden()
 
 
+def test_every_panel_of_a_long_choice_can_be_looked_at(look, tmp_path):
+    options = tuple((f"option {n}", (Sentence(f"panel {n}"),)) for n in range(20))
+    html.save(Document("x", (Choice("which", options),)), tmp_path / "x.html")
+    page = look(tmp_path / "x.html", script=False)
+    panels = page.locator("fieldset p")
+    for n in (0, 12, 19):
+        page.get_by_text(f"option {n}", exact=True).click()
+        assert [n for n in range(20) if panels.nth(n).is_visible()] == [n]
+
+
+def test_what_is_not_finite_has_a_sign_besides_its_colour_on_any_page(look, report):
+    for width in (360, 1280):
+        page = look(report, width=width)
+        heat = page.locator("figure.heatmap svg[data-figure]")
+        heat.scroll_into_view_if_needed()
+        signs = [text for text in heat.locator("text.broken").all() if text.is_visible()]
+        assert [text.text_content() for text in signs] == [{360: "\u2715", 1280: "inf"}[width]]
+        box, sign = heat.bounding_box(), signs[0].bounding_box()
+        assert abs(sign["x"] + sign["width"] / 2 - box["x"] - box["width"] * 4.5 / 8) < 3
+        assert abs(sign["y"] + sign["height"] / 2 - box["y"] - box["height"] * 4.5 / 24) < 6
+
+
+def test_a_telephone_shows_where_two_long_names_differ(look, tmp_path):
+    columns = [Column("point", "point", "name"), *(Column(str(n), f"measure {n}", "number") for n in range(6))]
+    for many in (20, 2000):
+        names = [f"model.language_model.layers.{n}.self_attn.q_proj" for n in range(many)]
+        html.save(Document("x", (Table.of("t", columns, [(n, *range(6)) for n in names]),)), tmp_path / "x.html")
+        page = look(tmp_path / "x.html", width=360)
+        cell = page.locator("tbody td:first-child", has_text="layers.3.self").first
+        seen = cell.evaluate(
+            """(cell) => {
+              const box = cell.getBoundingClientRect(), range = document.createRange();
+              const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), node = walker.nextNode();
+              return [...node.textContent].filter((_, at) => {
+                range.setStart(node, at); range.setEnd(node, at + 1);
+                const char = range.getBoundingClientRect();
+                return char.left >= box.left - 1 && char.right <= box.right + 1;
+              }).join("");
+            }"""
+        )
+        assert seen.endswith("3.self_attn.q_proj")
+
+
 def test_without_scripts_everything_but_the_comfort_is_there(look, report):
     page = look(report, script=False)
     assert page.locator("figure svg path.line").count() == 4  # two lines, and two in the legend
@@ -290,9 +333,29 @@ def test_a_tree_of_ten_thousand_lines_closes_too(look, tmp_path):
     to = tmp_path / "tree.html"
     html.save(Document("tree", (Table.of("tree", columns, lines),)), to)
     page = look(to)
+    assert page.locator(".tools").inner_text() == "101 of 10,101 rows"
     first = page.locator("tbody td:first-child")
+    assert "layer1" in first.nth(3).inner_text()  # all of them would be too many to begin with
+    page.get_by_role("button", name="what is inside layer0").click()
     assert "part0.0" in first.nth(3).inner_text()
     page.get_by_role("button", name="what is inside layer0").click()
     assert "layer1" in first.nth(3).inner_text()
     page.get_by_role("button", name="what is inside model").click()
     assert page.locator("tbody tr").count() == 3  # the model, and the room above and below it
+
+
+JUPYTER = """<style>  /* as JupyterLab 4 and nbconvert have it */
+.jp-RenderedHTMLCommon tbody tr:nth-child(odd) { background: #fff; }
+:not(.jp-RenderedMarkdown).jp-RenderedHTMLCommon td { text-align: right; }
+.jp-RenderedHTMLCommon td { padding: 0.5em; white-space: normal; vertical-align: middle; max-width: none; }
+</style><main class="jp-RenderedHTMLCommon"><div class="jp-RenderedHTMLCommon jp-RenderedHTML">"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_notebooks_own_style_makes_no_table_unreadable(look, tmp_path, scheme):
+    to = tmp_path / "book.html"
+    to.write_text(f"<!doctype html><meta charset=utf-8>{JUPYTER}{html.fragment(document('layer'))}</div></main>")
+    page = look(to, scheme=scheme)
+    assert page.evaluate(CONTRAST) == []
+    tree = page.locator("table.tree td:first-child")
+    assert tree.first.evaluate("(cell) => getComputedStyle(cell).textAlign") == "left"

@@ -53,7 +53,7 @@ def test_the_demo_compares_every_quantisation_saves_it_all_and_says_what_to_do_n
     assert "0: outputs" not in answer.out  # that much is for the report
     assert answer.out.rstrip().endswith("runs/demo.html, in any browser")
     looked_at = (tmp_path / "runs" / "demo.html").read_text("utf-8")
-    assert "all 7 candidates agree with fp32" in looked_at
+    assert "no candidate differs from fp32: 7 quantised, with no layer that stands out" in looked_at
     assert len(looked_at.encode()) < 1_500_000 * 7 / 8
     report = (tmp_path / "runs" / "demo.md").read_text()
     assert "## 0: outputs" in report
@@ -80,4 +80,5 @@ def test_the_commands_it_proposes_work(cli, tmp_path, short):
     looked_at = (tmp_path / "ranked.html").read_text("utf-8")
     assert "default-src 'none'" in looked_at
     assert looked_at.count("backbone.layers.") > 10
+    assert "quamba-small" in looked_at.partition("provenance</h2>")[2]
     assert (compared.code, shown.code, ranked.code) == (0, 0, 0)

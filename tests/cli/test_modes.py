@@ -283,6 +283,13 @@ def test_a_plan_of_all_quantised_modes_has_the_fewest_bits_of_them(cli):
     assert {one["mode"] for one in page["plans"]} <= {"int8-weight", "int8-dynamic", "int4-weight", "fp8"}
 
 
+@pytest.mark.parametrize("budget", ["nan", "inf"])
+def test_a_budget_that_is_no_number_is_refused(cli, budget):
+    answer = cli("modes", "tiny-transformer", "--plan", "--within", budget, "--mode", "int8-weight")
+    assert answer.code == 2
+    assert f"--within {budget} is no budget" in answer.err
+
+
 def test_a_plan_within_a_perplexity(cli):
     args = ("modes", "tiny-transformer", "--mode", "int4-weight", "--plan", "--evaluate", TEXT)
     answer = cli(*args, "--within", "0.5")
@@ -294,6 +301,6 @@ def test_a_plan_within_a_perplexity(cli):
 def test_a_budget_that_no_plan_meets_is_exit_code_1_with_the_best_that_was_reached(cli):
     answer = cli("modes", "tiny-transformer", "--plan", "--within", "1e-9", "--mode", "fp8,int8-dynamic")
     assert answer.code == 1
-    assert "no plan is within" in answer.out
+    assert "no plan is within 1e-09 relative L2 error" in answer.out
     assert "the best is " in answer.out
     assert "import layerscope" not in answer.out

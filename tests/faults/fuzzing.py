@@ -1,15 +1,17 @@
 """Change somebody's files and texts at random, in a process with little memory, and see that each gives an answer.
 
-    python fuzzing.py TARGET SEEDS FOUND EXAMPLES SEED
+    python fuzzing.py TARGET SEEDS FOUND COUNT NUMBER
 
 An answer is a value, or a LayerscopeError of one line. Anything else ends the process, and the input lies in FOUND.
-It prints how many inputs it tried.
+It prints how many inputs it tried; the same NUMBER gives the same ones.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import logging
+import os
 import random
 import resource
 import shutil
@@ -17,41 +19,32 @@ import sys
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as seeded
-from hypothesis import strategies as st
-
 from layerscope.errors import LayerscopeError
 
-_tried = 0
 LONGEST = 2000  # letters of a sentence that anybody reads
 
-numbers = st.sampled_from(
-    [b"0", b"-1", b"9" * 30, b"1e400", b"NaN", b"true", b"null", b'""', b"[]", b"{}", b'"as_int"']
-)
-places = st.floats(0, 1, exclude_max=True)
-edits = st.lists(
-    st.one_of(
-        st.tuples(st.just("put"), places, st.binary(min_size=1, max_size=8)),
-        st.tuples(st.just("insert"), places, st.one_of(st.binary(min_size=1, max_size=8), numbers)),
-        st.tuples(st.just("cut"), places, st.integers(1, 64)),
-        st.tuples(st.just("twice"), places, st.integers(1, 64)),
-        st.tuples(st.just("number"), places, numbers),
-        st.tuples(st.just("end"), places, st.none()),
-    ),
-    min_size=1,
-    max_size=5,
-)
+NUMBERS = (b"0", b"-1", b"9" * 30, b"1e400", b"NaN", b"true", b"null", b'""', b"[]", b"{}", b'"as_int"')
+EDITS = ("put", "insert", "cut", "twice", "number", "end")
+Edit = tuple[str, float, bytes, int]
 
 
-def changed(content: bytes, asked: list[tuple[str, float, object]]) -> bytes:
+def edits(chance: random.Random) -> list[Edit]:
+    """Draw up to five edits, mostly one: what is done, how far into the content, with which bytes, how many."""
+    drawn = []
+    for _ in range(chance.choice((1, 1, 1, 2, 5))):
+        what = chance.choice(NUMBERS) if chance.random() < 0.4 else chance.randbytes(chance.randint(1, 8))
+        drawn.append((chance.choice(EDITS), chance.random(), what, chance.randint(1, 64)))
+    return drawn
+
+
+def changed(content: bytes, asked: list[Edit]) -> bytes:
     """Return the content after each edit."""
     data = bytearray(content)
-    for kind, share, what in asked:
+    for kind, share, what, many in asked:
         # Of a large file most is room that says nothing.
         told = [at for at, byte in enumerate(data) if byte not in b"\0 "] if len(data) > 1 << 15 else range(len(data))
         at = told[int(share * len(told))] if told else 0
@@ -60,9 +53,9 @@ def changed(content: bytes, asked: list[tuple[str, float, object]]) -> bytes:
         elif kind == "insert":
             data[at:at] = what
         elif kind == "cut":
-            del data[at : at + what]
+            del data[at : at + many]
         elif kind == "twice":
-            data[at:at] = data[at : at + what]
+            data[at:at] = data[at : at + many]
         elif kind == "number":
             digits = [n for n in range(at, min(at + 400, len(data))) if 48 <= data[n] <= 57]
             if digits:
@@ -75,7 +68,7 @@ def changed(content: bytes, asked: list[tuple[str, float, object]]) -> bytes:
 # Files --------------------------------------------------------------------------------------------
 
 
-def in_archive(content: bytes, asked: list[tuple[str, float, object]], which: int) -> bytes:
+def in_archive(content: bytes, asked: list[Edit], which: int) -> bytes:
     """Change a member of an archive rather than the archive: what its checksums would hide."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         members = [(name, archive.read(name)) for name in archive.namelist()]
@@ -181,6 +174,32 @@ TOKENS = {
 }
 
 
+RIGHT = {
+    "pattern": [
+        "model.{norm,layers.{0,-1}}:io",
+        "layers.[0:4].attn:input[0][key]",
+        "layers[0:2]",
+        "!layers.3:grad_input,output",
+        "type:*Norm:*",
+        "op:aten.softmax:input",
+        "**.0",
+        "layers.\\*",
+    ],
+    "schedule": [
+        "every(100, offset=3) | first(3)",
+        "epochs(1, 5) & batches(0)",
+        "~steps(0:10, 50) & (first(2) | ~every(7))",
+    ],
+    "pairing": [
+        "pair lm_head -> logits",
+        "rename transformer.h.* -> model.layers.*  # all within",
+        "fuse **.q_proj, **.k_proj, **.v_proj -> **.qkv_proj\nflat model.layers.*",
+        "split **.gate_up_proj:output -> **.gate_proj:output, **.up_proj:output",
+        "ignore **.rotary_emb",
+    ],
+}
+
+
 def pattern(text: str) -> None:
     from layerscope.patterns import Pattern, Place, select
 
@@ -224,62 +243,65 @@ def assert_answered(run: Callable[[], None]) -> None:
         assert len(said) < LONGEST, said
 
 
-def main(target: str, seeds: Path, found: Path, examples: int, number: int) -> None:
+def text_of(chance: random.Random, target: str) -> str:
+    """Draw a text: a right one with some of its words changed, words in any order, any letters."""
+    tokens, share = TOKENS[target], chance.random()
+    if share < 0.6:
+        text = chance.choice(RIGHT[target])
+        for _ in range(chance.choice((1, 1, 2, 4))):
+            start, end = sorted(chance.randrange(len(text) + 1) for _ in range(2))
+            end = min(end, start + chance.randrange(4))
+            text = text[:start] + chance.choice([*tokens, text[start:end] * 2, ""]) + text[end:]
+        return text
+    if share < 0.9:
+        return "".join(chance.choices(tokens, k=chance.randrange(12)))
+    return "".join(chr(chance.randrange(chance.choice((0x80, 0x3000, 0x110000)))) for _ in range(chance.randrange(30)))
+
+
+def main(target: str, seeds: Path, found: Path, count: int, number: int) -> None:
     limit = (8 if target in ("inputs", "onnx", "checkpoint") else 3) << 30  # torch alone maps several GiB
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     warnings.simplefilter("ignore")
-    options = settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
+    logging.disable()
+    chance = random.Random(f"{target} {number}")
     with tempfile.TemporaryDirectory() as scratch:
-        if target in TEXTS:
-            texts = st.lists(st.sampled_from(TOKENS[target]), max_size=12).map("".join)
-
-            @seeded(number)
-            @options
-            @given(text=st.one_of(texts, st.text(max_size=30)))
-            def fuzz(text: str) -> None:
-                kept(found / f"{target}.txt", text.encode("utf-8", "surrogatepass"))
-                assert_answered(lambda: TEXTS[target](text))
-
-        else:
-            names = sorted(path.relative_to(seeds).as_posix() for path in seeds.rglob("*") if path.is_file())
-            contents = {name: (seeds / name).read_bytes() for name in names}
-            folder = Path(scratch)
-
-            @seeded(number)
-            @options
-            @given(asked=edits, name=st.sampled_from(names), inside=st.booleans(), which=st.integers(0, 99))
-            def fuzz(asked: list[tuple[str, float, object]], name: str, inside: bool, which: int) -> None:
-                for left in folder.iterdir():
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-                for other, content in contents.items():
-                    (folder / other).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / other).write_bytes(content)
-                whole = contents[name]
-                zipped = whole.startswith(b"PK") and inside
-                content = in_archive(whole, asked, which) if zipped else changed(whole, asked)
-                (folder / name).write_bytes(content)
-                kept(found / name.replace("/", "+"), content)
-                assert_answered(lambda: FILES[target](folder / name))
-
-        fuzz()
-    for path in found.iterdir():
-        path.unlink()
-    sys.stdout.write(json.dumps({"target": target, "inputs": _tried}))
+        fuzz = texts(target, found, chance) if target in TEXTS else files(target, seeds, found, chance, Path(scratch))
+        for _ in range(count):
+            next(fuzz)
+        fuzz.close()
+    sys.stdout.write(json.dumps({"target": target, "inputs": count}))
 
 
-def kept(path: Path, content: bytes) -> None:
-    """Have the input there, in case the process does not come back from it."""
-    global _tried
-    _tried += 1
-    path.write_bytes(content)
+def texts(target: str, found: Path, chance: random.Random) -> Iterator[None]:
+    """Try a text each time; it is kept meanwhile, in case the process does not come back from it."""
+    with (found / f"{target}.txt").open("wb", buffering=0) as file:
+        while True:
+            text = text_of(chance, target)
+            file.truncate(0)
+            os.pwrite(file.fileno(), text.encode("utf-8", "surrogatepass"), 0)
+            assert_answered(lambda text=text: TEXTS[target](text))
+            yield
+
+
+def files(target: str, seeds: Path, found: Path, chance: random.Random, folder: Path) -> Iterator[None]:
+    """Try a changed file among the others each time; it is kept meanwhile."""
+    names = sorted(path.relative_to(seeds).as_posix() for path in seeds.rglob("*") if path.is_file())
+    contents = {name: (seeds / name).read_bytes() for name in names}
+    while True:
+        shutil.copytree(seeds, folder, dirs_exist_ok=True)
+        name = chance.choice(names)
+        whole, asked = contents[name], edits(chance)
+        zipped = whole.startswith(b"PK") and chance.random() < 0.5
+        content = in_archive(whole, asked, chance.randrange(100)) if zipped else changed(whole, asked)
+        kept = found / name.replace("/", "+")
+        for path in (folder / name, kept):
+            path.write_bytes(content)
+        assert_answered(lambda path=folder / name: FILES[target](path))
+        yield
+        kept.unlink()
+        for left in folder.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 if __name__ == "__main__":
-    random.seed(0)
     main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

@@ -174,6 +174,19 @@ def test_every_byte_of_a_table_may_be_damaged(tmp_path):
             assert not well, at
 
 
+def test_without_a_footer_and_with_a_column_that_nobody_finds_rows_are_damaged(tmp_path):
+    make(tmp_path, sealed=True)
+    segment = tmp_path / "run/rank-00000/segment-00001.safetensors"
+    raw = segment.read_bytes()
+    for column in ("note", "note_start", "has", "point", "sketch_keys", "mean", "check"):
+        named = f'"table.{column}"'.encode()
+        assert raw.count(named) == 1
+        with changed(segment, raw.replace(named, named.replace(b"table.", b"tabel."))[:-1] + b"?"):
+            alive, well = survivors(tmp_path / "run")
+            assert alive >= set(range(IN_FIRST))
+            assert not well
+
+
 def test_a_file_that_is_gone_costs_only_its_own(run_folder, tmp_path):
     for name in files(run_folder):
         copy = tmp_path / "copy"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -109,6 +110,48 @@ def test_a_short_write_while_recovering_loses_nothing(tmp_path):
     assert len(writes) > 2
     for at in writes:
         recovered(killed, done, short_at(at))
+
+
+FAULTS = {
+    "EIO": lambda at: fail_at(at, errno.EIO),
+    "EINTR": lambda at: fail_at(at, errno.EINTR),
+    "ENOSPC": lambda at: fail_at(at, errno.ENOSPC, half=True),
+    "short": short_at,
+}
+
+
+@pytest.mark.parametrize("each", [len(FAULTS) * 2, pytest.param(1, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_at_any_call_of_a_merge_elsewhere_loses_nothing(tmp_path, monkeypatch, fault, each):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    calls = merged(tmp_path, f"memory://merged/{fault}/{each}/whole", nothing)
+    assert len(calls) > 10
+    for at in range(1 + [*FAULTS].index(fault) * 2 % each, len(calls) + 1, each):
+        merged(tmp_path, f"memory://merged/{fault}/{each}/{at}", FAULTS[fault](at))
+
+
+def merged(spools, address, act) -> list[str]:
+    """Record three small segments, which the end merges, with something at one of its calls; check what is there."""
+    writer = Writer(address, Manifest())
+    for n in range(3):
+        writer.write(Point("a"), Moment(step=n), blob=Blob("int64", (50,), 400, lambda n=n: data(n)))
+        writer.flush()
+    with Calls(act) as calls:
+        done = writer.close(forwards=3)
+    assert (done.records, done.dropped) == (3, [])
+    for again in (False, True):
+        if again:
+            for spool in spools.iterdir():
+                if any(spool.rglob("claim")):  # else it was being removed
+                    assert recover(spool, to=address).lost == []
+                else:
+                    shutil.rmtree(spool)
+        run = open_run(address)
+        assert {e.moment.step: e.tensor().tolist() for e in run.records()} == {n: data(n).tolist() for n in range(3)}
+        assert run.damaged == []
+    assert run.state in ("complete", "recovered", "interrupted")
+    assert list(spools.iterdir()) == []
+    return calls.made
 
 
 def killed_run(tmp_path):

@@ -1,15 +1,19 @@
-"""A writer to an S3 server, killed before and after each request: what was flushed is there, the rest is kept."""
+"""A writer to an S3 server, killed at each request and each call of a merge: what was flushed is there, or kept."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from faults.calls import Calls, in_child, kill_at, nothing
 from layerscope.errors import NotARun
-from layerscope.store import open_run, recover
+from layerscope.points import Moment, Point
+from layerscope.store import Blob, Manifest, Writer, open_run, recover
 
 STEPS = 7
 
@@ -128,6 +132,42 @@ def test_a_recovery_that_is_killed_is_done_again(s3, spools, at, when):
     assert len(found) >= 3
     assert open_run(s3.address).state == "recovered"
     assert not spool.exists()
+
+
+def close_in_child(address: str, spools: Path, act) -> tuple[int, list[int]]:
+    """Flush three small segments, then close, which merges them; `act` does each system call of that."""
+
+    def closed(say) -> None:
+        tempfile.tempdir = str(spools)
+        writer = Writer(address, Manifest())
+        for k in range(3):
+            x = np.full(3, k, np.int32)
+            writer.write(Point("a"), Moment(step=k), blob=Blob("int32", (3,), 12, lambda x=x: x))
+            writer.flush()
+        with Calls(act) as calls:
+            writer.close()
+        say(calls.count)
+        say("pwrite" in calls.made)
+
+    return in_child(closed)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("each", [9, pytest.param(1, marks=pytest.mark.stress)])
+def test_a_kill_at_any_call_of_a_merge_loses_nothing(s3, tmp_path, each):
+    (tmp_path / "whole").mkdir()
+    ended, (calls, merged) = close_in_child(f"{s3.address}-whole", tmp_path / "whole", nothing)
+    assert (ended, merged) == (0, True)
+    assert calls > 10
+    for at in range(1, calls + 1, each):
+        spools, address = tmp_path / f"spools{at}", f"{s3.address}-{at}"
+        spools.mkdir()
+        assert close_in_child(address, spools, kill_at(at))[0] == -9
+        assert values(address) == {0: 0, 1: 1, 2: 2}
+        for spool in spools.iterdir():
+            if any(spool.rglob("claim")):  # else it was being removed
+                recover(spool, to=address)
+        assert values(address) == {0: 0, 1: 1, 2: 2}
 
 
 def test_a_process_that_ends_without_closing_has_put_everything(s3, spools):

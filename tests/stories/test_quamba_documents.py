@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import checkpoints
+from layerscope import open_run
 from layerscope.models import load_model
 from layerscope.models.mamba import load_mamba, quamba_small, sample_batches
 from layerscope.modes import preparing, variant
@@ -429,6 +430,8 @@ def test_capturing_the_first_layer_leaves_both_files_and_prints_each_mode(captur
                 assert data[f"mode_{mode}_{side}"].shape == (1, 16, 128)
                 assert_describes(stats["modes"][mode][side], data[f"mode_{mode}_{side}"])
             assert np.array_equal(data[f"mode_{mode}_input"], data["mode_fp32_input"])
+            said = open_run(f"{folder}/first_layer_io_all_modes.npz:{mode}").manifest.settings
+            assert said.get("quantised") == (None if mode == "fp32" else f"mode {mode}")
     entry = stats["modes"]["2-1"]["output"]
     line = "=" * 98
     assert f"{line}\nMODE 2-1\n{line}\n\n📥 INPUT (Shape: [1, 16, 128]):\n  First 10 values: ['" in answer.out

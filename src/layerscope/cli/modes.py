@@ -127,6 +127,8 @@ def _refuse_mixtures(
         raise click.UsageError("say what to do with --mode: --sensitivity and --mode go together, --evaluate, --plan")
     if sensitivity and (plan or evaluate is not None):
         raise click.UsageError("--sensitivity is a page of its own; leave out --plan and --evaluate")
+    if within is not None and not math.isfinite(within):
+        raise click.UsageError(f"--within {within:g} is no budget; give a number, such as --plan --within 0.05")
     if plan != (within is not None):
         raise click.UsageError("--plan and --within go together: --plan --within 0.05")
     if evaluate is not None and (inputs is not None or prompt is not None):
@@ -188,7 +190,16 @@ def _ranked(ready: Prepared, modes: Sequence[str], progress: Progress) -> tuple[
         )
     )
     title = f"which layers of {ready.loaded.name} to keep in high precision"
-    return Document(title, tuple(parts)), Document(title, (*_drawn(measured), *parts))
+    return Document(title, tuple(parts)), Document(title, (*_drawn(measured), *parts, *_provenance(ready)))
+
+
+def _provenance(ready: Prepared) -> list[Part]:
+    from layerscope.recorder.provenance import said_of, versions
+
+    settings = [Fact(key, str(value)) for key, value in ready.settings.items() if value not in (None, "")]
+    facts = [Fact("model", ready.loaded.name), Fact("which is", said_of(ready.model)), Fact("seed", ready.loaded.seed)]
+    facts += [*settings, Fact("versions", versions())]
+    return [Heading("provenance"), Facts("provenance", tuple(facts), audience="page")]
 
 
 def _drawn(measured: Sequence[Sensitivity]) -> Iterator[Part]:

@@ -12,10 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import click
+
 from layerscope.progress import Progress
-from layerscope.report import Document, html, json, markdown, terminal
+from layerscope.report import Document, Fact, Facts, html, json, markdown, terminal
 from layerscope.report.writing import printable
 
 if TYPE_CHECKING:
@@ -52,8 +55,9 @@ def put(document: Document, form: Form = "terminal") -> None:
 
 
 def leave(document: Document, to: str) -> None:
-    """Write the document as an HTML report, and say where it is."""
-    html.save(document, to)
+    """Write the document as an HTML report, with the command that made it at its end, and say where it is."""
+    made = Facts("command", (Fact("made with", click.get_current_context().obj),), audience="page")
+    html.save(replace(document, parts=(*document.parts, made)), to)
     sys.stderr.write(f"layerscope: the report is {printable(to)}\n")
 
 

@@ -175,7 +175,7 @@ def _said(found: Planned, within: float, what: str) -> list[Part]:
     if not best.is_within:
         return [
             Sentence(
-                f"no plan is within {percent(within)} {what}; the best is {best.mode} at {percent(best.error)}, with "
+                f"no plan is within {within:g} {what}; the best is {best.mode} at {percent(best.error)}, with "
                 f"{many(len(best.keep), 'part')} kept",
                 "bad",
             )

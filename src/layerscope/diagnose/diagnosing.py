@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from layerscope.compare.align.pairing import PairingRule, parse_rules
 from layerscope.compare.result import Verdict
@@ -37,6 +38,7 @@ from layerscope.diagnose.replay.replay import Guidance, Guided, Site
 from layerscope.diagnose.replay.sides import ModelSide, main_dtype
 from layerscope.errors import BadModel, Unsupported
 from layerscope.progress import Progress
+from layerscope.recorder.provenance import said_of, versions
 from layerscope.report.notebook import bar
 from layerscope.report.writing import number, some
 from layerscope.runtimes.snapshot import restored
@@ -71,7 +73,21 @@ def diagnose(
         theirs = ModelSide.of(candidate, inputs, backward=backward)
         said("running both models", 0, 0)
         passes = Passes.begin(ours, theirs, restore, rules=parsed)
-        return _Diagnosis(passes, said).finding()
+        return replace(_Diagnosis(passes, said).finding(), provenance=_provenance(reference, candidate, inputs))
+
+
+def _provenance(reference: nn.Module, candidate: nn.Module, inputs: object) -> dict[str, str]:
+    """Say what was judged."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    shapes = ("\u00d7".join(map(str, one.shape)) or "one value" for one in tensors)
+    dtypes = (str(one.dtype).removeprefix("torch.") for one in tensors)
+    return {
+        "reference": said_of(reference),
+        "candidate": said_of(candidate),
+        "inputs": ", ".join(f"{shape} {dtype}" for shape, dtype in zip(shapes, dtypes, strict=True)),
+        "seed": str(torch.initial_seed()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+    }
 
 
 def _parsed(rules: str | PathLike[str] | Sequence[PairingRule]) -> Sequence[PairingRule]:

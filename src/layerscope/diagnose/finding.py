@@ -9,7 +9,8 @@ print(finding)
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from layerscope.compare.result import Verdict
@@ -95,7 +96,8 @@ class Finding:
     `rows` come in the order the reference ran; `roots` are every module that is to blame, the first to run first;
     `ranking` is the layers by the damage each does to the output, worst first, where all of them differ alike;
     `packed` is the modules whose weights are quantised tensors in the candidate, and what of the signal they keep.
-    `notes` say what could not be replayed, and what the judgement rests on instead.
+    `notes` say what could not be replayed, and what the judgement rests on instead; `provenance` what was judged:
+    both models, the inputs, the seed, the versions.
     """
 
     roots: tuple[Blame, ...]
@@ -105,6 +107,7 @@ class Finding:
     notes: tuple[str, ...] = ()
     ranking: tuple[tuple[str, float], ...] = ()
     packed: tuple[Packed, ...] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def root(self) -> str | None:

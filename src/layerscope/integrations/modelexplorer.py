@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerscope.compare import Comparison
-from layerscope.pages.run import STATISTICS
+from layerscope.pages.statistics import STATISTICS
 from layerscope.stats import Summary
 from layerscope.store import Run
 
@@ -79,7 +79,8 @@ def _overlays(result: Comparison | Run) -> Iterator[tuple[str, Mapping[str, floa
                 point, epoch=when.epoch, step=when.step, batch=when.batch, call=when.call, rank=when.rank
             )
     for statistic, (of, _) in STATISTICS.items():
-        yield statistic.replace(" ", "_"), {name: of(summary) for name, summary in summaries.items()}
+        values = ((name, of(summary)) for name, summary in summaries.items())
+        yield statistic.replace(" ", "_"), {name: value for name, value in values if value is not None}
 
 
 def _worst(values: Iterator[tuple[str, float]], worse: Callable[[float, float], float]) -> dict[str, float]:

@@ -52,10 +52,14 @@ class Plan:
     setting: Setting
 
     def code(self) -> str:
-        """Return Python code that declares the plan as a mode."""
+        """Return Python code that declares the plan as a mode.
+
+        Token ids that it was calibrated on do not stand in it: whoever makes the variant gives them.
+        """
         kept = ", ".join(self.keep) if len(self.keep) < 4 else f"{len(self.keep)} parts"
         keep = "".join(f"\n            {json.dumps(part)}," for part in self.keep)
-        own = self.setting != Setting()
+        told = self.setting.calibration is not None
+        own = self.setting != Setting() and not told
         lines = [
             "import layerscope as ls",
             f"from layerscope.modes import {'Setting, ' * own}mixed",
@@ -66,12 +70,14 @@ class Plan:
             f"    about={json.dumps(f'{self.mode}, but for {kept}' if self.keep else f'{self.mode}, as it is')},",
             '    groups=["all", "quant_only"],',
             ")",
-            f"def planned_{re.sub(r'[^0-9A-Za-z_]', '_', self.mode)}(model):",
+            f"def planned_{re.sub(r'[^0-9A-Za-z_]', '_', self.mode)}({'model, setting' if told else 'model'}):",
+            *["    # The same --pretrained_dir and --calib_file give the scales that it was measured with."][:told],
             "    return mixed(",
             "        model,",
             f"        {json.dumps(self.mode)},",
             f"        keep=[{keep}{chr(10) + '        ' if keep else ''}],",
             *[f"        setting=Setting(percentile_alpha={self.setting.percentile_alpha!r}),"][:own],
+            *["        setting=setting,"][:told],
             "    )",
         ]
         return "\n".join(lines) + "\n"

@@ -103,7 +103,8 @@ def prepare(
         setting = Setting(percentile_alpha=alpha, calibration=texts.calibration)
         settings |= {"weights": found.weights, "ran": found.ran, "percentile_alpha": setting.percentile_alpha}
         settings |= {"tokens": texts.said} if found.folder is not None or calib_file is not None else {}
-        settings |= {"pretrained_dir": pretrained_dir} if pretrained_dir is not None else {}
+        asked = {"pretrained_dir": pretrained_dir, "calib_file": calib_file, "prompt": prompt}
+        settings |= {word: value for word, value in asked.items() if value is not None}
         notes += (texts.said,) if texts.as_bytes and found.folder is not None else ()
     if not sampled and (kind is None or given):
         batches = partial(loaded.batches, inputs=inputs, prompt=prompt)

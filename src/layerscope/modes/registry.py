@@ -13,11 +13,12 @@ def rounded(model):
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -96,15 +97,23 @@ class Mode:
 _DECLARED: dict[str, Mode] = {}
 
 
+Declared = TypeVar("Declared", bound=Callable[..., "nn.Module | None"])
+
+
 def mode(
     name: str, *, about: str, groups: Iterable[str] = ("all",), applies: Applies = _always
-) -> Callable[[Callable[[nn.Module], nn.Module | None]], Callable[[nn.Module], nn.Module | None]]:
-    """Declare a mode: a function that is given a copy of the model, and returns the variant or changes the copy."""
+) -> Callable[[Declared], Declared]:
+    """Declare a mode: a function that is given a copy of the model, and returns the variant or changes the copy.
 
-    def declare(function: Callable[[nn.Module], nn.Module | None]) -> Callable[[nn.Module], nn.Module | None]:
+    A function with an argument `setting` is also given the Setting that the variant is made with.
+    """
+
+    def declare(function: Declared) -> Declared:
+        takes = "setting" in inspect.signature(function).parameters
+
         def make(model: nn.Module, setting: Setting) -> nn.Module:
             own = copied(model)
-            made = function(own)
+            made = function(own, setting=setting) if takes else function(own)
             return own if made is None else made
 
         if name in _built_in_names():

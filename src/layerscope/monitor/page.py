@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from layerscope.pages.run import page as page_of_run
-from layerscope.pages.training import alarm_parts
-from layerscope.report.parts import Document, Part, Sentence
+from layerscope.report.parts import Document, Sentence
 from layerscope.rules import Alarm
 from layerscope.store import Run
 
@@ -20,11 +19,8 @@ __all__ = ["page", "record_of"]
 
 def page(alarms: Sequence[Alarm], run: Run, name: str) -> Document:
     """Build the page of a watched training."""
-    said = "no rule has raised an alarm" if not alarms else f"{len(alarms):,} alarms; the first: {alarms[0]}"
-    parts: list[Part] = [Sentence(said, "bad" if alarms else "good")]
-    parts += alarm_parts([record_of(alarm) for alarm in alarms], run.moments)
-    rest = page_of_run(run, name, alarms=False)
-    return Document(name, (*parts, *rest.parts))
+    parts = page_of_run(run, name, alarms=[record_of(alarm) for alarm in alarms]).parts
+    return Document(name, parts if alarms else (Sentence("no rule has raised an alarm", "good"), *parts))
 
 
 def record_of(alarm: Alarm) -> dict[str, Any]:

@@ -8,17 +8,21 @@ It is made of the statistics that the run holds: tensors are read only where no 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from layerscope.compare.channels import Outliers, outliers
+from layerscope.compare.page.closeups import curve
 from layerscope.compare.page.provenance import provenance
 from layerscope.errors import LayerscopeError
+from layerscope.pages.adjacent import chains
+from layerscope.pages.alarms import kept
 from layerscope.pages.completeness import completeness_parts, damage_of, run_facts
 from layerscope.pages.selection import Given, at, by_depth
-from layerscope.pages.statistics import PointRow, broken_parts, rows_at, shape_text
-from layerscope.pages.training import training
-from layerscope.points import SIDE_TITLES, Point, leaf_text
+from layerscope.pages.statistics import MOSTLY_ZERO, STATISTICS, PointRow, broken_parts, rows_at, shape_text
+from layerscope.pages.training import alarm_parts, training
+from layerscope.points import SIDE_TITLES, Point, caption, leaf_text
 from layerscope.progress import Progress, no_progress
 from layerscope.report.parts import (
     Cell,
@@ -38,7 +42,6 @@ from layerscope.report.parts import (
     Value,
 )
 from layerscope.report.writing import many
-from layerscope.stats import Summary
 from layerscope.store import Damage, Entry, Run, selected
 
 __all__ = ["page", "pictures", "summary"]
@@ -46,15 +49,7 @@ __all__ = ["page", "pictures", "summary"]
 DETAILED = 300  # points with a histogram; more would make a file that no mail takes
 READ = 256 << 20  # bytes of tensors that are read for the statistics of a page, where none were kept
 OCTAVES = 16
-# What is drawn over depth, and whether by powers of ten.
-STATISTICS: dict[str, tuple[Callable[[Summary], float], bool]] = {
-    "rms": (lambda s: s.rms, True),
-    "absmax": (lambda s: s.absmax, True),
-    "mean": (lambda s: s.mean, False),
-    "std": (lambda s: s.std, True),
-    "share of zeros": (lambda s: s.zeros / s.count if s.count else math.nan, False),
-    "not finite": (lambda s: float(s.count - s.finite), False),
-}
+CHANNELED = 6  # points whose channels are drawn, those that cost a quantiser most
 _FACTS = ("count", "mean", "std", "min", "p1", "p5", "p50", "p95", "p99", "max", "absmax", "rms", "l1", "l2", "zeros")
 
 
@@ -65,12 +60,12 @@ def page(
     patterns: Sequence[str] = (),
     given: Given | None = None,
     extra: Sequence[Part] = (),
-    alarms: bool = True,
+    alarms: Sequence[Mapping[str, Any]] | None = None,
     progress: Progress = no_progress,
 ) -> Document:
     """Build the page of a run, of the points that `patterns` name, at the latest moment that fits `given`.
 
-    `extra` are parts that stand before what made the run; without `alarms`, those beside it are not shown.
+    `extra` are parts that stand before what made the run; `alarms` are those beside it, where none are given.
     """
     parts: list[Part] = []
     unread: list[Damage] = []
@@ -80,15 +75,16 @@ def page(
         entries, said = _affordable(entries)
         rows, unread = rows_at(run, points, entries, progress)
         parts += broken_parts(rows)
-        parts += training(run, points, alarms=alarms, progress=progress)
+        parts += training(run, points, progress)
         parts += [Heading(f"statistics at {moment}"), *said]
         parts += _pictures(rows)
-        parts += _changes(rows)
+        parts += _growth(rows)
         parts += _channels(run, rows)
         parts += _table(rows)
     known = {(d.point, d.moment) for d in damage_of(run)}
     damaged = damage_of(run) + [d for d in unread if (d.point, d.moment) not in known]
-    opening = (*completeness_parts(run, name, damaged=damaged), run_facts(run))
+    told = alarm_parts(kept(run) if alarms is None else alarms, run.moments)
+    opening = (*told, *completeness_parts(run, name, damaged=damaged), run_facts(run))
     return Document(name, (*opening, *parts, *extra, Heading("provenance"), provenance(run, name)))
 
 
@@ -163,31 +159,33 @@ def _pictures(rows: Sequence[PointRow]) -> Iterator[Part]:
 def _curves(rows: Sequence[PointRow], side: str, statistic: str) -> Curves | None:
     of, log = STATISTICS[statistic]
     there = [row for row in rows if row.point.side == side]
-    if len(there) < 2:
-        return None
     labels = tuple(_named(row) for row in there)
     values = tuple(of(row.summary) for row in there)
-    if statistic in ("share of zeros", "not finite") and not any(values):
+    if len(there) < 2 or all(v is None for v in values) or (statistic in MOSTLY_ZERO and not any(values)):
         return None
     line = Line(statistic, values)
     return Curves("depth", f"{statistic}, {SIDE_TITLES[there[0].point.side]}", labels, (line,), log, audience="page")
 
 
 def _named(row: PointRow) -> str:
-    place = row.point.place + leaf_text(row.point.leaf)
-    return f"{place}, call {row.call}" if row.call else place
+    return caption(row.point) + (f", call {row.call}" if row.call else "")
 
 
-def _changes(rows: Sequence[PointRow]) -> Iterator[Part]:
+def _growth(rows: Sequence[PointRow]) -> Iterator[Part]:
     """Draw how much larger each layer's values are than those of the layer before, of one shape."""
-    layers = [row for row in rows if row.point.side == "output" and row.point.name.rpartition(".")[2].isdecimal()]
-    pairs = [(a, b) for a, b in pairwise(layers) if a.summary.shape == b.summary.shape and a.summary.rms > 0]
-    if len(pairs) < 2:
-        return
-    labels = tuple(f"{_named(a)} to {_named(b)}" for a, b in pairs)
-    growth = tuple(b.summary.rms / a.summary.rms for a, b in pairs)
-    yield Curves("growth", "rms of each layer over that of the layer before", labels, (Line("growth", growth),), True)
-    yield Sentence("`layerscope show --adjacent` measures the change of each element, from tensors", "quiet")
+    sizes = {id(row.entries[0]): row.summary.rms for row in rows}
+    outputs = [row.entries[0] for row in rows if row.point.side == "output"]
+    drawn = False
+    for chain in chains(outputs, layers_only=True):
+        pairs = [(sizes[id(a)], sizes[id(b)], b.point) for a, b in pairwise(chain) if sizes[id(a)] > 0]
+        if len(pairs) > 1:
+            labels = tuple(caption(point) for _, _, point in pairs)
+            line = Line("growth", tuple(after / before for before, after, _ in pairs))
+            title = "rms of each layer over that of the layer before"
+            yield Curves("growth", title, labels, (line,), log=True, audience="page")
+            drawn = True
+    if drawn:
+        yield Sentence("`layerscope show --adjacent` measures the change of each element, from tensors", "quiet")
 
 
 # Channels ---------------------------------------------------------------------------------------
@@ -202,15 +200,27 @@ def _channels(run: Run, rows: Sequence[PointRow]) -> Iterator[Part]:
     first = rows[0].entries[0].moment
     there = [str(row.point) for row in rows if row.summary.channels is not None]
     found: Outliers = outliers(run, there, epoch=first.epoch, step=first.step, batch=first.batch)
-    yield from found.parts()
-    labels, largest, rest = [], [], []
-    for layer in found.layers:
-        labels.append(layer["point"])
-        largest.append(layer["absmax"])
-        rest.append(layer["without"])
-    if len(labels) > 1:
-        lines = (Line("largest channel", tuple(largest)), Line("without those that stand out", tuple(rest)))
-        yield Curves("range", "range of each layer", tuple(labels), lines, True, unit="absmax", audience="page")
+    told = [*found.parts()]
+    tables = next(at for at, part in enumerate(told) if isinstance(part, Table))
+    yield from told[:tables]
+    yield from _ranges(found, rows)
+    yield from told[tables:]
+
+
+def _ranges(found: Outliers, rows: Sequence[PointRow]) -> Iterator[Part]:
+    """Draw the range of each layer with and without the channels that stand out, and these among the others."""
+    layers = [*found.layers]
+    if len(layers) > 1:
+        largest = Line("largest channel", tuple(layer["absmax"] for layer in layers))
+        rest = Line("without those that stand out", tuple(layer["without"] for layer in layers))
+        labels = tuple(caption(Point.parse(layer["point"])) for layer in layers)
+        yield Curves("range", "range of each layer", labels, (largest, rest), True, unit="absmax", audience="page")
+    worst = sorted((layer for layer in layers if layer["outliers"]), key=lambda layer: -layer["bits"])[:CHANNELED]
+    channels = {str(row.point): row.summary.channels for row in rows}
+    drawn = [(name, of) for layer in worst if (of := channels.get(name := layer["point"])) is not None]
+    options = [(name, tuple(curve("absmax of each channel", "channel", of.absmax, "absmax"))) for name, of in drawn]
+    if options:
+        yield Choice("the channels of those that cost most", tuple(options))
 
 
 # Every point ------------------------------------------------------------------------------------

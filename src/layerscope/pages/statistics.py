@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +22,23 @@ if TYPE_CHECKING:
 __all__ = ["PointRow", "PointRows", "broken_parts", "name_cell", "point_tables", "rows_at", "shape_text", "summary_of"]
 
 TIMES = "\u00d7"
+# What is drawn, over depth and over steps, and whether by powers of ten; None where it was not kept.
+STATISTICS: dict[str, tuple[Callable[[Summary], float | None], bool]] = {
+    "rms": (lambda s: s.rms, True),
+    "absmax": (lambda s: s.absmax, True),
+    "mean": (lambda s: s.mean, False),
+    "std": (lambda s: s.std, True),
+    "min": (lambda s: s.min, False),
+    "p1": (lambda s: _percentile(s, 1), False),
+    "p50": (lambda s: _percentile(s, 50), False),
+    "p99": (lambda s: _percentile(s, 99), False),
+    "max": (lambda s: s.max, False),
+    "l1": (lambda s: s.l1, True),
+    "l2": (lambda s: s.l2, True),
+    "share of zeros": (lambda s: s.zeros / s.count if s.count else None, False),
+    "not finite": (lambda s: float(s.count - s.finite), False),
+}
+MOSTLY_ZERO = ("share of zeros", "not finite")  # drawn where any is not
 # Beyond this ratio between the largest and the smallest, a linear bar shows the largest alone.
 LOG_FROM = 200
 
@@ -72,6 +89,10 @@ def summary_of(run: Run, entry: Entry) -> Summary:
     return entry.summary or run.summary(
         str(entry.point), epoch=when.epoch, step=when.step, batch=when.batch, call=when.call, rank=when.rank
     )
+
+
+def _percentile(s: Summary, q: int) -> float | None:
+    return s.percentile(q) if s.sketch is not None else None
 
 
 def broken_parts(rows: Sequence[PointRow]) -> Iterator[Part]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from layerscope.errors import LayerscopeError
-from layerscope.pages.alarms import kept
 from layerscope.pages.selection import by_depth
-from layerscope.points import SIDE_TITLES, Moment, Point
+from layerscope.pages.statistics import MOSTLY_ZERO, STATISTICS
+from layerscope.points import SIDE_TITLES, Moment, Point, caption
 from layerscope.progress import Progress
 from layerscope.report.parts import (
     Choice,
@@ -28,8 +28,12 @@ from layerscope.report.parts import (
     Sentence,
     Timeline,
 )
+from layerscope.report.writing import many
 from layerscope.stats import Summary
 from layerscope.store import Entry, Run
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["alarm_parts", "training"]
 
@@ -40,15 +44,11 @@ ACROSS, DOWN = 160, 120  # cells of a map
 SERIES = 6
 MAPS = 8  # attention maps, of as many moments
 TOKENS = 96  # of a map, either way
-# What a map shows, and whether by powers of ten; names of Summary.row.
-STATISTICS = {"rms": True, "absmax": True, "mean": False, "std": True, "zeros": True}
 
 
-def training(run: Run, points: Sequence[Point], *, alarms: bool = True, progress: Progress) -> Iterator[Part]:
+def training(run: Run, points: Sequence[Point], progress: Progress) -> Iterator[Part]:
     """Show what changes over the steps of a run."""
     when = sorted({Moment(m.epoch, m.step, m.batch) for m in run.moments})
-    if alarms:
-        yield from alarm_parts(kept(run), when)
     if len(when) > 1:
         shown = by_depth(points)
         several = max(1, min(ACROSS, RECORDS // max(1, min(len(shown), DOWN))))
@@ -70,8 +70,9 @@ def alarm_parts(alarms: Sequence[Mapping[str, Any]], when: Sequence[Moment]) -> 
         return
     events = [Event(one["step"], f"{one.get('rule')}: {one.get('where')}: {one.get('because')}") for one in alarms]
     steps = [moment.step for moment in when] + [event.at for event in events]
-    yield Heading("alarms")
-    yield Timeline("alarms", "", (min(steps), max(steps)), tuple(events), audience="page")
+    first = events[0]
+    yield Sentence(f"{many(len(events), 'alarm')}; the first, at step {first.at:,}: {first.text}", "bad")
+    yield Timeline("alarms", "alarms", (min(steps), max(steps)), tuple(events), audience="page")
     for alarm, event in zip(alarms, events, strict=True):
         frames = alarm.get("frames")
         before = [one for one in frames if _is_frame(one)] if isinstance(frames, list) else []
@@ -132,25 +133,28 @@ def _maps(found: dict[Point, dict[Moment, Summary]], moments: Sequence[Moment]) 
     columns = tuple(_when(moment) for moment in moments)
     sides = [side for side in SIDE_TITLES if any(point.side == side for point in found)]
     options: list[tuple[str, tuple[Part, ...]]] = []
-    for statistic, log in STATISTICS.items():
+    for statistic, (_, log) in STATISTICS.items():
         drawn = []
         for side in sides:
             rows = [point for point in found if point.side == side]
             table = tuple(tuple(_value(found[p].get(m), statistic) for m in moments) for p in rows)
-            title = f"{statistic}, {SIDE_TITLES[side]}"
-            names = tuple(_short(point) for point in rows)
-            drawn.append(HeatMap("steps", title, names, columns, table, log=log, across="step", audience="page"))
-        options.append((statistic, tuple(drawn)))
+            values = [v for row in table for v in row if v is not None]
+            if values and (any(values) or statistic not in MOSTLY_ZERO):
+                title, names = f"{statistic}, {SIDE_TITLES[side]}", tuple(caption(point) for point in rows)
+                drawn.append(HeatMap("steps", title, names, columns, table, log=log, across="step", audience="page"))
+        if drawn:
+            options.append((statistic, tuple(drawn)))
     yield Choice("statistic", tuple(options))
 
 
 def _value(summary: Summary | None, statistic: str) -> float | None:
+    """Return a statistic, to the digits of float32; what is left of a tensor that is not all finite says nothing."""
     if summary is None:
         return None
-    if summary.finite < summary.count:
-        return math.nan  # what is left of it says nothing
-    value = getattr(summary, statistic)
-    return float(value)
+    if summary.finite < summary.count and statistic != "not finite":
+        return math.nan
+    value = STATISTICS[statistic][0](summary)
+    return None if value is None else float(f"{value:.9g}")
 
 
 def _series(found: dict[Point, dict[Moment, Summary]], moments: Sequence[Moment]) -> Iterator[Part]:
@@ -172,10 +176,6 @@ def _series(found: dict[Point, dict[Moment, Summary]], moments: Sequence[Moment]
 
 def _when(moment: Moment) -> str:
     return f"{moment.step}" if moment.epoch is None else f"epoch {moment.epoch} step {moment.step}"
-
-
-def _short(point: Point) -> str:
-    return str(point).removesuffix(f":{point.side}")
 
 
 # Attention --------------------------------------------------------------------------------------
@@ -222,22 +222,26 @@ def _square(shape: tuple[int, ...]) -> bool:
 
 
 def _heads(entry: Entry) -> Iterator[Part]:
+    """Draw what each token gets from each head, then the map of each head; of many neighbours, the largest."""
+    from torch.nn.functional import max_pool2d
+
     tensor = entry.tensor().detach().float()
     heads = tensor[0] if tensor.dim() == 4 else tensor
     every = math.ceil(heads.shape[-1] / TOKENS)
-    for nth, head in enumerate(heads[:MAPS]):
-        rows = head.tolist()
-        if every > 1:  # the largest weight of each block is what a map is looked at for
-            rows = [
-                [
-                    max(v for line in rows[a : a + every] for v in line[b : b + every])
-                    for b in range(0, len(rows), every)
-                ]
-                for a in range(0, len(rows), every)
-            ]
-        labels = tuple(f"token {n * every}" for n in range(len(rows)))
-        table = tuple(tuple(float(f"{v:.6g}") for v in row) for row in rows)
-        title = f"head {nth}" + (f", the largest of each {every} by {every}" if every > 1 else "")
-        yield HeatMap("attention", title, labels, labels, table, log=True, square=True, audience="page")
+    said = f", the largest of each {every}" if every > 1 else ""
+    given = max_pool2d(heads.mean(dim=-2)[None], (1, every), ceil_mode=True)[0]
+    labels = tuple(f"token {n * every}" for n in range(given.shape[-1]))
+    if len(heads) > 1:
+        names = tuple(f"head {n}" for n in range(len(heads)))
+        title = f"what each token is given, the mean of those that look{said}"
+        yield HeatMap("given", title, names, labels, _digits(given), log=True, audience="page")
+    for nth, head in enumerate(max_pool2d(heads[:MAPS], every, ceil_mode=True)):
+        yield HeatMap(
+            "attention", f"head {nth}{said}", labels, labels, _digits(head), log=True, square=True, audience="page"
+        )
     if len(heads) > MAPS:
         yield Sentence(f"{MAPS} of {len(heads)} heads are drawn", "quiet")
+
+
+def _digits(table: torch.Tensor) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(float(f"{v:.6g}") for v in row) for row in table.tolist())

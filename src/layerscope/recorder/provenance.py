@@ -68,12 +68,7 @@ def provenance(
         },
         mode=options.mode,
         runtime=runtime.NAME,
-        versions={
-            "layerscope": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
+        versions=versions(),
         device=str(parameters[0].device) if parameters else "cpu",
         seed=torch.initial_seed(),
         weights=fingerprints,
@@ -83,6 +78,25 @@ def provenance(
         settings=said | dict(options.settings),
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes here."""
+    return {
+        "layerscope": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def said_of(model: torch.nn.Module) -> str:
+    """Say what a live model is: its class, its size, its dtypes and where it lies."""
+    kind, weights = type(model), [one for one in model.parameters() if not is_lazy(one)]
+    dtypes = dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in weights)
+    places = dict.fromkeys(str(one.device) for one in weights)
+    size = f"{sum(one.numel() for one in weights):,} parameters"
+    return ", ".join((f"{kind.__module__}.{kind.__qualname__}", size, *dtypes, *places))
 
 
 def _grid(weights: Weights) -> str:

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -49,7 +50,8 @@ __all__ = ["SUFFIX", "fragment", "policy", "render", "save"]
 
 SUFFIX = ".html"
 STATIC = 300  # rows of a table that stand in the page; a longer one has its rows in the data, and a window on them
-LONG = 42  # characters of a text that does not share its line
+LONG = 42  # characters of a text that may be broken over lines
+BESIDE = (18, 26)  # characters of a label and its value that share their line with others
 BARE = ' aria-label="drawn"'  # a column of bars beside their numbers needs no title
 _RIGHT: tuple[Kind, ...] = ("count", "number", "percent", "bytes")
 _SIGNS: dict[Tone, str] = {"plain": "", "quiet": "", "good": "\u2713", "warn": "\u26a0", "bad": "\u2717"}
@@ -192,20 +194,16 @@ class _HtmlPage:
         )
 
     def _choice(self, choice: Choice) -> str:
-        """Write radio buttons in front of the panels: style alone shows the one that is chosen."""
+        """Write each panel behind its radio button: style alone shows the one that is chosen, below all the buttons."""
         if len(choice.options) == 1:
             return "".join(self.blocks(choice.options[0][1]))
         group = next(self._groups)
-        buttons = "".join(
+        options = "".join(
             f'<input type="radio" name="{group}" id="{group}-{nth}"{" checked" if nth == 0 else ""}>'
-            f'<label for="{group}-{nth}">{quoted(name)}</label>'
-            for nth, (name, _) in enumerate(choice.options)
+            f'<label for="{group}-{nth}">{quoted(name)}</label><div>{"".join(self.blocks(parts))}</div>'
+            for nth, (name, parts) in enumerate(choice.options)
         )
-        panels = "".join(f"<div>{''.join(self.blocks(parts))}</div>" for _, parts in choice.options)
-        return (
-            f'<fieldset class="choice"><legend>{quoted(choice.title)}</legend>{buttons}'
-            f'<div class="panels">{panels}</div></fieldset>'
-        )
+        return f'<fieldset class="choice"><legend>{quoted(choice.title)}</legend><div>{options}</div></fieldset>'
 
     # Tables -------------------------------------------------------------------------------------
 
@@ -315,18 +313,18 @@ def _facts(facts: Facts) -> str:
     if not shown:
         return ""
     title = f"<h3>{quoted(facts.title.rstrip(':'))}</h3>" if facts.title else ""
-    written = [(fact, write(fact.value, fact.kind)) for fact in shown]
-    items = "".join(
-        f"<li{_class('long' if len(fact.label + text) > LONG else '')}><b>{quoted(fact.label.rstrip(':'))}</b>"
-        f"<i{_class(fact.tone)}>{quoted(text)}</i></li>"
-        for fact, text in written
-    )
-    return f'<section class="facts">{title}<ul>{items}</ul></section>'
+    items = []
+    for fact in shown:
+        label, text = fact.label.rstrip(":"), write(fact.value, fact.kind)
+        alone = "" if len(label) <= BESIDE[0] and len(text) <= BESIDE[1] else "long"
+        items.append(f"<li{_class(alone)}><b>{quoted(label)}</b><i{_class(fact.tone)}>{quoted(text)}</i></li>")
+    return f'<section class="facts">{title}<ul>{"".join(items)}</ul></section>'
 
 
 def _said(sentence: Sentence) -> str:
     sign = _SIGNS[sentence.tone]
-    return (f'<span aria-hidden="true">{sign} </span>' if sign else "") + quoted(sentence.text)
+    text = re.sub("`([^`]+)`", r"<code>\1</code>", quoted(sentence.text))
+    return (f'<span aria-hidden="true">{sign} </span>' if sign else "") + text
 
 
 def _class(*names: str) -> str:

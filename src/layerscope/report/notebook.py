@@ -1,12 +1,13 @@
-"""How far long work is, in a notebook: a bar under the cell, which goes when the work is done.
+"""What a notebook shows that does not draw itself: how far long work is, and matplotlib's figures.
 
-with bar("comparing") as tell:         # outside a notebook, `tell` says nothing
+with bar("comparing") as tell:         # under the cell until the work is done; outside a notebook, `tell` says nothing
     tell("model.layers.3", 4, 24)
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 from layerscope.progress import Progress, no_progress
 from layerscope.report.writing import printable
 
-__all__ = ["bar"]
+__all__ = ["bar", "draws"]
 
 PATIENCE = 0.5  # seconds without a bar: work that is over by then needs none
 EVERY = 0.1  # seconds between two messages to the browser
@@ -50,3 +51,19 @@ def bar(what: str) -> Iterator[Progress]:
     finally:
         if shown is not None:
             shown.update(ipython.HTML(""))
+
+
+def draws(figure: type) -> None:
+    """Have a notebook draw matplotlib's figures; `%matplotlib inline`, or pyplot, does so by itself."""
+    shell = importlib.import_module("IPython").get_ipython() if "ipykernel" in sys.modules else None
+    if shell is None:
+        return
+    formatters = shell.display_formatter.formatters.values()
+    if not any(figure in one.type_printers for one in formatters if one.format_type.startswith("image/")):
+        shell.display_formatter.formatters["image/png"].for_type(figure, _png)
+
+
+def _png(figure: Any) -> bytes:
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", bbox_inches="tight")
+    return drawn.getvalue()

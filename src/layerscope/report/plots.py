@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from layerscope.errors import MissingExtra
+from layerscope.report.notebook import draws
 from layerscope.report.parts import Curves, HeatMap, Histograms, Picture, Timeline
 
 __all__ = ["figure"]
@@ -27,6 +28,7 @@ def figure(*pictures: Picture) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("a figure takes matplotlib: pip install matplotlib") from error
+    draws(Figure)
     heights = [max(HEIGHT, 0.16 * len(one.rows)) if isinstance(one, HeatMap) else HEIGHT for one in pictures]
     drawn = Figure(figsize=(WIDTH, sum(heights) or HEIGHT), layout="constrained")
     axes = drawn.subplots(max(1, len(pictures)), 1, squeeze=False, height_ratios=heights or [1])
@@ -47,7 +49,7 @@ def figure(*pictures: Picture) -> Any:
 def _curves(axis: Any, curves: Curves) -> None:
     places = range(len(curves.labels))
     for nth, line in enumerate(curves.lines):
-        colour, dashes = COLOURS[nth % len(COLOURS)], DASHES[nth % len(DASHES)]
+        colour, dashes = COLOURS[nth % len(COLOURS)], DASHES[(nth + nth // len(COLOURS)) % len(DASHES)]
         values = [math.nan if v is None else v for v in line.values]
         axis.plot(places, values, color=colour, linestyle=dashes, label=_plain(line.name), linewidth=1.5)
         if any(v is not None for v in line.floor):

@@ -23,11 +23,12 @@ from layerscope.report.writing import count, landmarks, middle, number, printabl
 
 __all__ = ["figure", "quoted"]
 
-COLOURS = 8  # of lines; the ninth is drawn as the first
+COLOURS = 8  # of lines, and as many dashes: the ninth has the colour of the first and the dashes of the second
 SHADES = 12  # of a heat map
 SIZE = 1000  # of the stretched drawings, either way
 WRITTEN = (12, 64)  # a heat map of at most so many columns and rows has its numbers written in the cells
-MARKED = 64  # a line of at most so many places has a mark at each
+MARKED = 48  # a line of at most so many places has a mark at each
+APART = 1 / 40  # of the width, between two signs of what is not finite
 EVENTS = 8  # that are read at once
 NAME = 30  # characters of a row's name
 LABEL = 18  # of a label below a picture
@@ -83,20 +84,25 @@ def _curves(curves: Curves, data: list[JSON]) -> str:
 
     ticks = _ticks(low, high, log=log)
     stretched = [f'<path class="grid" d="{"".join(f"M0 {_at(y(tick))}H{SIZE}" for tick in ticks)}"/>']
+    stretched += [
+        f'<path class="band c{nth % COLOURS}" d="{_area(line.floor, x, y)}"/>'
+        for nth, line in enumerate(lines)
+        if any(v is not None for v in line.floor)
+    ]
     marks: list[str] = []
     for nth, line in enumerate(lines):
-        colour = nth % COLOURS
-        if any(v is not None for v in line.floor):
-            stretched.append(f'<path class="band c{colour}" d="{_area(line.floor, x, y)}"/>')
+        colour, crossed = nth % COLOURS, -1.0
         on_scale = [v if v is None or v > 0 or not log else None for v in line.values]
         below = [v if v is not None and v <= 0 and log else None for v in line.values]  # no line leads there
-        stretched.append(f'<path class="line c{colour}" d="{_path(on_scale, x, y)}{_path(below, x, y)}"/>')
-        every = many <= MARKED and many * len(lines) <= 8 * MARKED
+        stretched.append(f'<path class="{_stroke(nth)}" d="{_path(on_scale, x, y)}{_path(below, x, y)}"/>')
+        every = many <= MARKED and many * len(lines) <= 10 * MARKED
         for at, value in enumerate(line.values):
             if value is None:
                 continue
             if not math.isfinite(value):
-                marks.append(_cross(x(at)))
+                if x(at) - crossed >= APART:
+                    crossed = x(at)
+                    marks.append(f'<text class="bad cross" x="{crossed:.2%}" y="12">\u2715</text>')
             elif below[at] is not None:
                 if every or _ends(below, at):
                     marks.append(f'<circle class="mark hollow c{colour}" cx="{x(at):.2%}" cy="100%" r="3"/>')
@@ -110,6 +116,10 @@ def _curves(curves: Curves, data: list[JSON]) -> str:
         f"{_stretched(stretched)}{''.join(marks)}</svg>{_x_axis(curves.labels, x, curves.across)}</div>"
         f"{_legend(curves, lines, log=log)}"
     )
+
+
+def _stroke(nth: int) -> str:
+    return f"line c{nth % COLOURS} d{(nth + nth // COLOURS) % COLOURS}"
 
 
 def _narrow(span: tuple[float, float] | None, lines: Sequence[Line]) -> bool:
@@ -133,7 +143,7 @@ def _legend(curves: Curves, lines: Sequence[Line], *, log: bool) -> str:
     items = []
     floors = [(nth % COLOURS, line.name) for nth, line in enumerate(lines) if any(v is not None for v in line.floor)]
     for nth, line in enumerate(lines):
-        swatch = f'<svg class="swatch" aria-hidden="true"><path class="line c{nth % COLOURS}" d="M0 6H30"/></svg>'
+        swatch = f'<svg class="swatch" aria-hidden="true"><path class="{_stroke(nth)}" d="M0 6H30"/></svg>'
         said = _told(curves, curves.lines.index(line)).removeprefix(line.name)
         items.append(f"<li>{swatch}<b>{quoted(line.name)}</b><span>{quoted(said)}</span></li>")
     for colour, name in floors:
@@ -191,10 +201,6 @@ def _ends(values: Sequence[float | None], at: int) -> bool:
     return at in (0, len(values) - 1) or values[at - 1] is None or values[at + 1] is None
 
 
-def _cross(x: float) -> str:
-    return f'<text class="bad cross" x="{x:.2%}" y="12" text-anchor="middle">\u2715</text>'
-
-
 # Heat maps --------------------------------------------------------------------------------------
 
 
@@ -212,15 +218,10 @@ def _heat(heat: HeatMap, data: list[JSON]) -> str:
             cells.setdefault(shade, []).append(f"M{to} {at}h{wide}v1h-{wide}z")
             to += wide
     paths = [f'<path class="{kind}" d="{"".join(some)}"/>' for kind, some in cells.items()]
-    if "broken" in cells and not heat.square:  # never by colour alone
-        broken = [
-            (a, b) for a, row in enumerate(heat.values) for b, v in enumerate(row) if v is not None and v - v != 0
-        ]
-        crosses = "".join(f"M{b + 0.4} {a + 0.2}l.2 .6m0-.6l-.2 .6" for a, b in broken)
-        paths.append(f'<path class="crosses" d="{crosses}"/>')
     inner = f'<svg viewBox="0 0 {across} {down}" preserveAspectRatio="none" class="cells">{"".join(paths)}</svg>'
     data.append({"rows": list(heat.rows), "columns": list(heat.columns), "values": [strict(r) for r in heat.values]})
     written = _written(heat, span) if not heat.square and across <= WRITTEN[0] and down <= WRITTEN[1] else ""
+    written += _crosses(heat) if "broken" in cells and not heat.square else ""  # never by colour alone
     size = "square" if heat.square else "high" if down <= 40 else "low" if down <= 120 else "flat"
     height = f'height="{down * {"high": 20, "low": 11, "flat": 4}[size]}"' if size != "square" else ""
     label = quoted(f"{heat.title}: {_extremes(heat)}")
@@ -259,6 +260,30 @@ def _written(heat: HeatMap, span: tuple[float, float]) -> str:
     return f'<g class="written" aria-hidden="true">{"".join(texts)}</g>'
 
 
+def _crosses(heat: HeatMap) -> str:
+    """Mark what is not finite, once for neighbours: rows that are so together, over all the columns they are."""
+    patches: list[tuple[int, int, int, int]] = []  # top, bottom, left, right
+    growing: dict[tuple[int, int], int] = {}
+    for at, column in enumerate(zip(*heat.values, strict=True)):
+        top = 0
+        for broken, some in groupby(column, lambda v: v is not None and not math.isfinite(v)):
+            bottom = top + len([*some])
+            if broken:
+                nth = growing.get((top, bottom))
+                if nth is not None and patches[nth][3] == at:
+                    patches[nth] = (*patches[nth][:3], at + 1)
+                else:
+                    growing[top, bottom] = len(patches)
+                    patches.append((top, bottom, at, at + 1))
+            top = bottom
+    across, down = 2 * len(heat.columns), 2 * len(heat.rows)
+    signs = (
+        f'<text class="broken" x="{(left + right) / across:.1%}" y="{(top + bottom) / down:.1%}">\u2715</text>'
+        for top, bottom, left, right in patches
+    )
+    return f'<g class="written crosses" aria-hidden="true">{"".join(signs)}</g>'
+
+
 def _short(value: float) -> str:
     """Write a number in six characters or fewer."""
     if value == 0 or not math.isfinite(value):
@@ -272,7 +297,7 @@ def _short(value: float) -> str:
 
 def _row_names(rows: Sequence[str], height: str, *, every: int) -> str:
     texts = [
-        f'<text x="100%" y="{(at + 0.5) / len(rows):.2%}" dx="-6" dy="4" text-anchor="end">{_named(name, short)}</text>'
+        f'<text x="100%" y="{(at + 0.5) / len(rows):.2%}">{_named(name, short)}</text>'
         for at, (name, short) in enumerate(zip(rows, _shortened(rows, NAME), strict=True))
         if at % every == 0
     ]
@@ -285,10 +310,9 @@ def _column_names(heat: HeatMap) -> str:
         return _x_axis(heat.columns, lambda at: (at + 0.5) / across, heat.across)
     short = _shortened(heat.columns, 16)
     slanted = max(map(len, short)) * across > STRAIGHT
-    kind, anchor = ("slanted", "end") if slanted else ("", "middle")
+    kind = ' class="slanted"' if slanted else ""
     texts = [
-        f'<svg x="{(at + 0.5) / across:.2%}" y="14"><text class="{kind}" text-anchor="{anchor}">'
-        f"{_named(name, short[at])}</text></svg>"
+        f'<svg x="{(at + 0.5) / across:.2%}" y="14"><text{kind}>{_named(name, short[at])}</text></svg>'
         for at, name in enumerate(heat.columns)
     ]
     return f'<svg class="xaxis{" slant" if slanted else ""}" aria-hidden="true">{"".join(texts)}</svg>'
@@ -315,7 +339,8 @@ def _extremes(heat: HeatMap) -> str:
 def _shades(heat: HeatMap, span: tuple[float, float], used: Iterable[str]) -> str:
     swatches = "".join(f'<rect class="s{n}" x="{n * 12}" width="12" height="12"/>' for n in range(SHADES))
     said = [
-        f'<li><span>{number(span[0])}</span><svg class="scale" aria-hidden="true">{swatches}</svg>'
+        f'<li><span>{number(span[0])}</span><svg class="scale" aria-hidden="true" viewBox="0 0 {12 * SHADES} 12" '
+        f'preserveAspectRatio="none">{swatches}</svg>'
         f"<span>{number(span[1])}{quoted(f' {heat.unit}' if heat.unit else '')}"
         f"{', logarithmic' if heat.log else ''}</span></li>"
     ]
@@ -372,7 +397,7 @@ def _timeline(line: Timeline) -> str:
     for event in line.events:
         at_step.setdefault(event.at, []).append(event)
     marks = [
-        f'<text class="{events[0].tone} cross" x="{x(at):.2%}" y="22" text-anchor="middle">\u25bc'
+        f'<text class="{events[0].tone} cross" x="{x(at):.2%}" y="22">\u25bc'
         f"<title>{quoted(f'{line.unit} {at}: {events[0].text}')}"
         f"{f' and {len(events) - 1} more' if len(events) > 1 else ''}</title></text>"
         for at, events in at_step.items()
@@ -385,7 +410,7 @@ def _timeline(line: Timeline) -> str:
     if items[EVENTS:]:
         more = f"<summary>{count(len(items) - EVENTS)} more</summary>"
         said += f'<details class="fold">{more}<ul class="events">{"".join(items[EVENTS:])}</ul></details>'
-    label = quoted(f"{line.title}: {len(line.events)} between {line.unit} {first} and {last}")
+    label = quoted(f"{line.title}: {count(len(line.events))} between {line.unit} {first} and {line.unit} {last}")
     places = [str(round(first + (last - first) * share / 4)) for share in range(5)] if last > first else [str(first)]
     return (
         f'<div class="frame bare"><svg class="plot strip" role="img" aria-label="{label}">'
@@ -407,9 +432,7 @@ def _at(share: float) -> str:
 
 
 def _y_axis(ticks: Sequence[float], y: _Height, unit: str) -> str:
-    texts = "".join(
-        f'<text x="100%" y="{y(tick):.2%}" dx="-6" dy="4" text-anchor="end">{_tick(tick)}</text>' for tick in ticks
-    )
+    texts = "".join(f'<text x="100%" y="{y(tick):.2%}">{_tick(tick)}</text>' for tick in ticks)
     above = f'<p class="unit">{quoted(unit)}</p>' if unit else ""
     return f'{above}<svg class="yaxis" aria-hidden="true">{texts}</svg>'
 
@@ -421,11 +444,14 @@ def _x_axis(labels: Sequence[str], x: _Place, across: str, *, most: int = AXIS) 
     short = _shortened(labels, LABEL)
     texts = []
     for nth, at in enumerate(shown):
-        anchor = "start" if nth == 0 and x(at) < 0.2 else "end" if nth == len(shown) - 1 and x(at) > 0.8 else "middle"
-        rank = "few" if at in (0, last) or nth * 2 == len(shown) - 1 else "many"
+        kind = ""
+        if at not in (0, last) and nth * 2 != len(shown) - 1:
+            kind = ' class="many"'  # more than a telephone has room for
+        elif not 0.2 <= x(at) <= 0.8:
+            kind = ' class="start"' if nth == 0 else ' class="end"'
         text = _named(labels[at], short[at])
-        texts.append(f'<text class="{rank}" x="{x(at):.2%}" y="18" text-anchor="{anchor}">{text}</text>')
-    below = f'<text x="50%" y="34" text-anchor="middle">{quoted(across)}</text>' if across else ""
+        texts.append(f'<text{kind} x="{x(at):.2%}" y="18">{text}</text>')
+    below = f'<text x="50%" y="34">{quoted(across)}</text>' if across else ""
     return f'<svg class="xaxis" aria-hidden="true">{"".join(texts)}{below}</svg>'
 
 
@@ -464,13 +490,13 @@ def _ticks(low: float, high: float, *, log: bool) -> list[float]:
             return [step for step in steps if low * 0.999 <= step <= high * 1.001]
         every = max(1, math.ceil((last - first) / 6))
         return [10.0**power for power in range(first, last + 1, every)]
-    step = _round_step(low, high)
+    step = _round_step(low, high, 7)
     return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def _round_step(low: float, high: float) -> float:
-    """Return the distance of about five lines between these: 1, 2 or 5 times a power of ten."""
-    rough = high / 5 - low / 5
+def _round_step(low: float, high: float, most: int = 5) -> float:
+    """Return a distance of lines of which at most so many lie between these: 1, 2 or 5 times a power of ten."""
+    rough = high / most - low / most
     power = 10.0 ** math.floor(math.log10(rough))
     return next(times * power for times in (1, 2, 5, 10) if times * power >= rough * 0.999)
 

@@ -48,8 +48,8 @@ class Pages:
             Column("mode", "mode"),
             Column("records", "records", "count"),
             Column("missing", "missing", "count"),
-            Column("started", "recorded"),
-            Column("changed", "changed"),
+            Column("started", "recorded, UTC"),
+            Column("changed", "changed, UTC"),
         ]
         parts: list[Part] = [Sentence(f"{many(len(runs), 'run')} below {self._runs.folder.name}", "quiet")]
         parts.append(Table.of("runs", columns, map(_cells, runs)))
@@ -108,7 +108,7 @@ def _writer(path: Path, state: str) -> list[Part]:
 def _cells(run: Found) -> tuple[Cell | str | int | None, ...]:
     manifest = run.manifest
     name = Cell(run.name, link=f"/run/{run.id}")
-    when = datetime.fromtimestamp(run.changed, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    when = datetime.fromtimestamp(run.changed, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
     if manifest is None:
         return (name, Cell("unreadable", "bad"), None, None, None, None, None, when)
     done = manifest.completeness

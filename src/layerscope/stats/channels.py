@@ -208,24 +208,19 @@ class Channels:
 
 
 class Adding:
-    """The table of one tensor while it is swept, block by block in row-major order.
+    """The table of one tensor while it is swept in row-major order.
 
     Narrow rows are taken several at a time, as if they were one row with several times the channels.
     """
 
     def __init__(self, shape: Sequence[int], axis: int) -> None:
         self._layout = Layout.of(shape, axis)
-        _, width, self.inner = self._layout
-        self.width = width * (max(1, _FOLDED // max(width, 1)) if self.inner == 1 else 1)
-        self.table = np.zeros((len(ROWS), self.width))
-        self.at = 0  # how many items were swept
-
-    @property
-    def block(self) -> int:
-        """How many items to sweep at a time: whole rows, four together, where they are not too long."""
-        if self.inner == 1:
-            return max(_BLOCK // max(4 * self.width, 1), 1) * 4 * max(self.width, 1)
-        return max(_BLOCK // max(self.inner, 1), 1) * max(self.inner, 1)
+        _, width, inner = self._layout
+        width *= max(1, _FOLDED // max(width, 1)) if inner == 1 else 1
+        self.table = np.zeros((len(ROWS), width))
+        whole = 4 * width if inner == 1 else inner  # rows are taken four together
+        self.block = max(_BLOCK // max(whole, 1), 1) * max(whole, 1)
+        self.laid = (self.block, width, inner, self.table)  # as the kernels take it
 
     def channels(self) -> Channels:
         """Return what was added up."""

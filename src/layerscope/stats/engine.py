@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
+from layerscope.stats.channels import Adding
 from layerscope.stats.tensor_views import Array
 
 __all__ = ["NOTHING", "Engine", "Sweep", "backend", "engine", "joined"]
@@ -66,12 +67,10 @@ class Engine(Protocol):
 
     def moments(self, items: Array) -> Sweep: ...  # noqa: D102
     def careful(self, items: Array, centre: float) -> Sweep: ...  # noqa: D102
-    def full(self, items: Array, start: int, tables: Array) -> Sweep: ...  # noqa: D102
+    def full(self, items: Array, start: int, tables: Array, adding: Adding | None = None) -> Sweep: ...  # noqa: D102
     def fingerprints(self, words: Array, start: int) -> tuple[int, int]: ...  # noqa: D102
     def tally(self, items: Array) -> Array: ...  # noqa: D102
-    def channels(  # noqa: D102
-        self, values: Array, start: int, width: int, inner: int, table: Array, *, clean: bool
-    ) -> None: ...
+    def channels(self, values: Array, start: int, adding: Adding, *, clean: bool) -> None: ...  # noqa: D102
     def tables(self, *, wide: bool) -> Array: ...  # noqa: D102
     def drain(self, tables: Array, swept: Sweep, *, finite: int, wide: bool) -> tuple[Array, Array]: ...  # noqa: D102
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from layerscope.stats.channels import Adding
 from layerscope.stats.engine import NOTHING, Sweep, joined
 from layerscope.stats.fingerprints import BLOCK, MIX_ADD, MIX_FIRST, MIX_SECOND, WEIGHTS
 from layerscope.stats.sketch import LOWEST, STEPS
@@ -294,21 +295,27 @@ def _each(values: Any, start: Any, width: Any, inner: Any, table: Any) -> Any:
 
 
 @_added_up
-def _four_rows(a: Any, b: Any, c: Any, d: Any, absmax: Any, one: Any, two: Any, three: Any, four: Any) -> Any:
-    """Add four rows of finite items, one after another in memory: the sums are read and written once for all."""
-    for i in range(a.size):
-        w, x, y, z = np.float64(a[i]), np.float64(b[i]), np.float64(c[i]), np.float64(d[i])
-        ww, xx, yy, zz = w * w, x * x, y * y, z * z
-        size = absmax[i]
-        size = abs(w) if abs(w) > size else size
-        size = abs(x) if abs(x) > size else size
-        size = abs(y) if abs(y) > size else size
-        size = abs(z) if abs(z) > size else size
-        absmax[i] = size
-        one[i] += (w + x) + (y + z)
-        two[i] += (ww + xx) + (yy + zz)
-        three[i] += (ww * w + xx * x) + (yy * y + zz * z)
-        four[i] += (ww * ww + xx * xx) + (yy * yy + zz * zz)
+def _rows(values: Any, width: Any, absmax: Any, one: Any, two: Any, three: Any, four: Any) -> Any:
+    """Add rows of finite items, four together: the sums are read and written once for all four.
+
+    The loop over rows is in here with the other, because to slice a table costs as much as the sums of a short row.
+    """
+    for at in range(0, values.size, 4 * width):
+        a, b = values[at : at + width], values[at + width : at + 2 * width]
+        c, d = values[at + 2 * width : at + 3 * width], values[at + 3 * width : at + 4 * width]
+        for i in range(width):
+            w, x, y, z = np.float64(a[i]), np.float64(b[i]), np.float64(c[i]), np.float64(d[i])
+            ww, xx, yy, zz = w * w, x * x, y * y, z * z
+            size = absmax[i]
+            size = abs(w) if abs(w) > size else size
+            size = abs(x) if abs(x) > size else size
+            size = abs(y) if abs(y) > size else size
+            size = abs(z) if abs(z) > size else size
+            absmax[i] = size
+            one[i] += (w + x) + (y + z)
+            two[i] += (ww + xx) + (yy + zz)
+            three[i] += (ww * w + xx * x) + (yy * y + zz * z)
+            four[i] += (ww * ww + xx * xx) + (yy * yy + zz * zz)
 
 
 @_added_up
@@ -332,13 +339,11 @@ def _channels(values: Any, start: Any, width: Any, inner: Any, clean: Any, table
     if clean and inner == 1:
         at = min(values.size, -start % width)
         _each(values[:at], start, width, 1, table)
-        stop = values.size - 4 * width
-        while at <= stop:
-            a, b = values[at : at + width], values[at + width : at + 2 * width]
-            c, d = values[at + 2 * width : at + 3 * width], values[at + 3 * width : at + 4 * width]
-            _four_rows(a, b, c, d, table[1], table[2], table[3], table[4], table[5])
-            table[0] += 4
-            at += 4 * width
+        many = (values.size - at) // (4 * width)
+        stop = at + 4 * many * width
+        _rows(values[at:stop], width, table[1], table[2], table[3], table[4], table[5])
+        table[0] += 4 * many
+        at = stop
     elif clean:
         while at < values.size:
             position = start + at
@@ -353,6 +358,22 @@ def _channels(values: Any, start: Any, width: Any, inner: Any, clean: Any, table
             table[5, c] += four
             at = stop
     _each(values[at:], start + at, width, inner, table)
+
+
+@_compiled
+def _full_and_channels(
+    values: Any, signed: Any, bits: Any, words: Any, start: Any, weights: Any, tables: Any,
+    block: Any, width: Any, inner: Any, table: Any,
+) -> Any:  # fmt: skip
+    total = _sifted(values[:0], signed, bits, 0.0)
+    free = placed = np.uint64(0)
+    for at in range(0, values.size, block):
+        stop = min(values.size, at + block)
+        some = _full(values[at:stop], signed[at:stop], bits[at:stop], words[at:stop], start + at, weights, tables)
+        _channels(values[at:stop], start + at, width, inner, some[7] + some[8] + some[9] == 0, table)
+        total = _joined(total, some)
+        free, placed = free + some[10], placed + some[11]
+    return (*total, free, placed)
 
 
 # The verbs --------------------------------------------------------------------------------------
@@ -392,13 +413,14 @@ def careful(items: Array, centre: float) -> Sweep:
     return reduce(joined, (Sweep(*_sifted(*views, centre)) for views in _views(items)), NOTHING)
 
 
-def full(items: Array, start: int, tables: Array) -> Sweep:
-    """Sweep for everything: `moments`, buckets counted into `tables`, fingerprints from position `start` on."""
+def full(items: Array, start: int, tables: Array, adding: Adding | None = None) -> Sweep:
+    """Sweep for everything: `moments`, buckets into `tables`, fingerprints from position `start` on, and channels."""
     words, total = items.view(f"u{items.itemsize}"), NOTHING
     at = 0
     for views in _views(items):
         stop = at + views[0].size
-        total = joined(total, Sweep(*_full(*views, words[at:stop], start + at, WEIGHTS, tables)))
+        given = (*views, words[at:stop], start + at, WEIGHTS, tables)
+        total = joined(total, Sweep(*(_full(*given) if adding is None else _full_and_channels(*given, *adding.laid))))
         at = stop
     return total
 
@@ -416,8 +438,9 @@ def tally(items: Array) -> Array:
     return counts
 
 
-def channels(values: Array, start: int, width: int, inner: int, table: Array, *, clean: bool) -> None:
+def channels(values: Array, start: int, adding: Adding, *, clean: bool) -> None:
     """Add contiguous values that stand from position `start` on to their channels; `clean` says that all are finite."""
+    _, width, inner, table = adding.laid
     _channels(values, start, width, inner, clean, table)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from layerscope.stats.channels import Adding
 from layerscope.stats.engine import NOTHING, Sweep, joined
 from layerscope.stats.fingerprints import fingerprints as of_terms
 from layerscope.stats.fingerprints import mixed
@@ -58,8 +59,8 @@ def careful(items: Array, centre: float) -> Sweep:
     return reduce(joined, (_swept(*_floats(block), centre) for block in _blocks(items)), NOTHING)
 
 
-def full(items: Array, start: int, tables: Array) -> Sweep:
-    """Sweep for everything: `moments`, buckets counted into `tables`, fingerprints from position `start` on."""
+def full(items: Array, start: int, tables: Array, adding: Adding | None = None) -> Sweep:
+    """Sweep for everything: `moments`, buckets into `tables`, fingerprints from position `start` on, and channels."""
     if items.itemsize == 2 and items.size >= _WORTH_COUNTING:
         codes, counts = _codes(items)
         np.add.at(tables, _float_bits(items.dtype)[codes] >> 17, counts)
@@ -74,6 +75,12 @@ def full(items: Array, start: int, tables: Array) -> Sweep:
             else:
                 tables += np.bincount(_scratch.places(keys), minlength=tables.size)
             swept = joined(swept, _swept(values, bits))
+    if adding is not None:
+        clean = not swept.nan + swept.posinf + swept.neginf
+        at = start
+        for block in _blocks(items, adding.block):
+            channels(_floats(block)[0], at, adding, clean=clean)
+            at += block.size
     free, placed = fingerprints(items.view(f"u{items.itemsize}"), start)
     return swept._replace(free=free, placed=placed)
 
@@ -101,8 +108,9 @@ def tally(items: Array) -> Array:
     return counts
 
 
-def channels(values: Array, start: int, width: int, inner: int, table: Array, *, clean: bool) -> None:
+def channels(values: Array, start: int, adding: Adding, *, clean: bool) -> None:
     """Add contiguous values that stand from position `start` on to their channels; `clean` says that all are finite."""
+    _, width, inner, table = adding.laid
     lead = min(values.size, -start % (width if inner == 1 else inner))
     last = values.size - (values.size - lead) % (width if inner == 1 else inner)
     if not clean:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import reduce
 from typing import TYPE_CHECKING, Literal
 
@@ -118,34 +118,18 @@ def _swept_with_sketch(bits: Bits, counting: Engine, adding: Adding | None) -> t
         finite = since - undrained.nan - undrained.posinf - undrained.neginf
         drained.append(Sketch(*counting.drain(tables, undrained, finite=finite, wide=bits.wide)))
 
-    for items in _blocks(bits, adding):
+    for items in bits.pieces():
         if since + items.size > _DRAIN and since:
             drain()
             tables, undrained, since = counting.tables(wide=bits.wide), NOTHING, 0
-        swept = counting.full(bits.floats(items), at, tables)
+        swept = counting.full(bits.floats(items), at, tables, adding)
         if not bits.kernel_ready:  # the buckets are of the values, the fingerprints of the bits
             free, placed = counting.fingerprints(bits.words(items), at)
             swept = swept._replace(free=free, placed=placed)
-        if adding is not None:  # these items are still in the cache
-            _add(adding, bits.values(items), counting, clean=not swept.nan + swept.posinf + swept.neginf)
         at, since = at + items.size, since + items.size
         total, undrained = joined(total, swept), joined(undrained, swept)
     drain()
     return total, reduce(Sketch.__add__, drained)
-
-
-def _blocks(bits: Bits, adding: Adding | None) -> Iterator[Array]:
-    """Yield the items in order, in blocks that stay in the cache where they are looked at once more for channels."""
-    for items in bits.pieces():
-        if adding is None:
-            yield items
-        else:
-            yield from (items[start : start + adding.block] for start in range(0, items.size, adding.block))
-
-
-def _add(adding: Adding, values: Array, counting: Engine, *, clean: bool) -> None:
-    counting.channels(values, adding.at, adding.width, adding.inner, adding.table, clean=clean)
-    adding.at += values.size
 
 
 def _extremes(swept: Sweep, *, wide: bool) -> tuple[float, float]:
@@ -191,12 +175,14 @@ def _summary_of_bytes(bits: Bits, first: tuple[float, ...], *, full: bool, addin
     """256 counters say everything but the order."""
     counting = engine()
     counts = np.zeros(256, np.int64)
-    free = placed = at = 0
-    for items in _blocks(bits, adding) if full else bits.pieces(ordered=False):
+    free = placed = at = valued = 0
+    for items in bits.pieces(ordered=full):
         counts += counting.tally(items)
         if adding is not None:
-            values = bits.values(items)
-            _add(adding, values, counting, clean=bool(np.isfinite(values).all()))
+            for start in range(0, items.size, adding.block):
+                values = bits.values(items[start : start + adding.block])
+                counting.channels(values, valued, adding, clean=bool(np.isfinite(values).all()))
+                valued += values.size
         if full:
             more_free, more_placed = counting.fingerprints(items, at)
             free, placed, at = free + more_free, placed + more_placed, at + items.size

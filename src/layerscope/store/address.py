@@ -16,6 +16,7 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -31,6 +32,9 @@ JOURNAL = ".journal"
 READING = os.O_RDONLY
 WRITING = os.O_RDWR
 _SAFELY = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+# How the system calls file systems that several machines have.
+_SHARED = ("nfs", "cifs", "smb", "fuse", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "virtiofs")
 
 _RANK = re.compile(r"rank-(\d{5,9})")
 _SEGMENT = re.compile(r"segment-(\d{5,9})(?:-(\d{5,9}))?(?:\.claim-(\d{5,9}))?(\.safetensors|\.partial|\.journal)")
@@ -111,6 +115,23 @@ def open_regular(path: Path | str, flags: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def others_may_cut(found: os.stat_result) -> bool:
+    """Tell whether a file can get shorter by somebody else's hand: another user's, or another machine's."""
+    theirs = hasattr(os, "geteuid") and found.st_uid not in (0, os.geteuid())
+    return theirs or bool(found.st_mode & stat.S_IWOTH) or _is_shared(found.st_dev)
+
+
+@cache
+def _is_shared(device: int) -> bool:
+    """Tell whether other machines have the file system too; where nothing says so, they have not."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), Path("/proc/self/mountinfo").open(encoding="utf-8", errors="replace") as mounts:
+        return any(
+            words[2] == number and words[words.index("-") + 1].startswith(_SHARED) for words in map(str.split, mounts)
+        )
+    return False
 
 
 class OpenFile(NamedTuple):

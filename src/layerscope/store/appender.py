@@ -31,7 +31,7 @@ class Limits(NamedTuple):
     """When a segment is sealed: at so many bytes of tensors, tensors, records, or bytes of rows."""
 
     nbytes: int = 256 << 20
-    tensors: int = 640
+    tensors: int = 512
     records: int = 16_384
     rows: int = 16 << 20
 

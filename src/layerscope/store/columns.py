@@ -342,7 +342,7 @@ class Columns:
             point = self.points[int(a["point"][at])]
             summary = self.summary(at) if has & Has.SUMMARY else None
             note = bytes(self._of("note", "note", at)) if has & Has.NOTE else b""
-        except (IndexError, ValueError, BadText) as error:
+        except (IndexError, KeyError, ValueError, BadText) as error:
             raise Damaged(f"the columns of row {at} do not fit together ({error})") from None
         when = (epoch if has & Has.EPOCH else None, step, batch, call, rank)
         return Row(record, point, *when, tensor, dtype, shape, owner, offset, length, crc, summary, note)

@@ -30,6 +30,7 @@ from layerscope.store.address import (
     LocalFolder,
     RemoteFolder,
     SegmentName,
+    others_may_cut,
     rank_folder,
     rank_of,
     segment_of,
@@ -389,11 +390,9 @@ class Disk(Source):
         """Return a stretch of a record as a torch tensor of bytes."""
         import torch
 
-        if length and (mapped := self._mapped(at, place)) is not None:
-            # A private mapping of its own for each tensor: what the caller writes into it nobody else sees, and no
-            # file stays open however many are alive.
-            begin = place.offset + offset
-            storage: Any = torch.UntypedStorage.from_file(mapped, False, begin + length)
+        begin = place.offset + offset
+        storage: Any = self._mapped(at, place, begin + length) if length else None
+        if storage is not None:
             flat = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (length,), (1,))
         else:
             with self._filling(at, place) as fill:
@@ -403,16 +402,26 @@ class Disk(Source):
             raise self._damage(at, "its bytes are not what was written (checksum)")
         return flat
 
-    def _mapped(self, at: int, place: _Place) -> str | None:
-        """Return the sealed local segment that holds a large record; None where it is read instead.
+    def _mapped(self, at: int, place: _Place, end: int) -> Any:
+        """Map a sealed local segment that holds a large record, up to `end`; None where it is read instead.
 
-        A file that is still being written is never mapped: cutting it under a reader would be a SIGBUS.
+        Each tensor has a private mapping of its own: what the caller writes into it nobody else sees, and no file stays
+        open however many are alive. A file that is still being written, or that somebody else may cut, is never mapped:
+        to cut it under a reader would be a SIGBUS.
         """
+        import torch
+
         if place.length < _MAPPED_FROM or not isinstance(self._files, LocalFolder) or not _is_unicode(self.address):
             return None
-        with contextlib.suppress(FileNotFoundError), self._files.opened(place.segment.stem + SEALED) as fd:
-            self._check_end(at, place, os.fstat(fd).st_size)
-            return f"{self.address}/{place.segment.stem}{SEALED}"
+        # RuntimeError: so many are alive that the system gives no other.
+        with (
+            contextlib.suppress(FileNotFoundError, RuntimeError),
+            self._files.opened(place.segment.stem + SEALED) as fd,
+        ):
+            found = os.fstat(fd)
+            self._check_end(at, place, found.st_size)
+            if not others_may_cut(found):
+                return torch.UntypedStorage.from_file(f"{self.address}/{place.segment.stem}{SEALED}", False, end)
         return None
 
     def _check_end(self, at: int, place: _Place, size: int) -> None:

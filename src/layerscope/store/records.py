@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -149,20 +150,22 @@ def _doubtful(parts: Sequence[Columns], starts: Array) -> Array:
     A part whose rows differ, and whose steps no other of its ranks has, needs no look; of two segments that a step was
     cut in, the rows of that step do.
     """
-    everything = np.arange(sum(part.rows for part in parts))
-    if not all(part.unique for part in parts):
-        return everything
+    of_rank: dict[int, list[tuple[int, int, int]]] = {}
+    for number, part in enumerate(parts):
+        if part.rows and (part.steps is None or not part.unique):
+            return np.arange(sum(each.rows for each in parts))
+        for rank in part.ranks if part.rows else ():
+            of_rank.setdefault(rank, []).append((*(part.steps or (0, 0)), number))
     shared: list[Array] = []
-    for at, part in zip(starts, parts, strict=True):
-        for other in parts:
-            if other is part or not other.rows or not part.rows:
-                continue
-            if part.steps is None or other.steps is None:
-                return everything
-            low, high = max(part.steps[0], other.steps[0]), min(part.steps[1], other.steps[1])
-            if low <= high and not set(part.ranks).isdisjoint(other.ranks):
-                steps = part.array("step")
-                shared.append(at + np.flatnonzero((steps >= low) & (steps <= high)))
+    for spans in of_rank.values():  # of thousands of segments few overlap: those that begin before others end
+        spans.sort()
+        for at, (_, last, one) in enumerate(spans):
+            for first, end, other in islice(spans, at + 1, None):
+                if first > last:
+                    break
+                for number in (one, other):
+                    steps = parts[number].array("step")
+                    shared.append(starts[number] + np.flatnonzero((steps >= first) & (steps <= min(last, end))))
     return np.unique(np.concatenate(shared)) if shared else np.empty(0, np.int64)
 
 

@@ -207,10 +207,9 @@ def _write_table(fd: int, what: Sealing, *, end: int) -> int:
 
 def write_columns(fd: int, what: Sealing, columns: Columns, entries: list[str], *, end: int, room: int = ROOM) -> int:
     """Write padding, columns and footer behind tensors that end at `end`, 0 for none; return the file's size."""
-    lists = {name: json.dumps(getattr(columns, name)).encode() for name in LISTS}
     arrays = {name: _constant(name, array, columns.rows) for name, array in columns.arrays.items()}
-    arrays |= {name: np.frombuffer(text, np.uint8) for name, text in lists.items()}
-    arrays["losses"] = np.frombuffer(strictjson.dumps([_listed(loss) for loss in what.losses]).encode(), np.uint8)
+    lists = {name: getattr(columns, name) for name in LISTS} | {"losses": [_listed(loss) for loss in what.losses]}
+    arrays |= {name: np.frombuffer(_deflated(values), np.uint8) for name, values in lists.items()}
     start = room if end else 0  # of what data_offsets count from; without tensors that is known only at the end
     at = end - start
     padding = -at % _ALIGNED
@@ -226,7 +225,7 @@ def write_columns(fd: int, what: Sealing, columns: Columns, entries: list[str], 
                        f'"data_offsets":[{at},{at + len(raw)}]}}')  # fmt: skip
         parts.append(raw)
         at += len(raw)
-    footer = _footer(what, columns, arrays, directory, tensors=end)
+    footer = _footer(what, columns, lists, arrays, directory, tensors=end)
     entries.append(_bytes_entry("table.footer", at, at + len(footer) + _TRAILER.size))
     header = _header(entries, what.rank, room=room if end else None)
     footer += _TRAILER.pack(len(footer), crc32c(footer), crc32c(header), _MAGIC)
@@ -264,7 +263,13 @@ def tensor_entries(
 
 
 def _footer(
-    what: Sealing, columns: Columns, arrays: dict[str, Array], directory: dict[str, list[Any]], *, tensors: int
+    what: Sealing,
+    columns: Columns,
+    lists: dict[str, Any],
+    arrays: dict[str, Array],
+    directory: dict[str, list[Any]],
+    *,
+    tensors: int,
 ) -> bytes:
     steps, ranks = columns.arrays["step"], columns.arrays["rank"]
     about = {
@@ -282,13 +287,10 @@ def _footer(
         "constants": strictjson.encoded(
             {n: a.tolist()[0] for n, a in arrays.items() if _is_per_row(n) and len(a) == 1 != columns.rows}
         ),
-        "points": columns.points,
-        "dtypes": columns.dtypes,
-        "shapes": columns.shapes,
-        "losses": [_listed(loss) for loss in what.losses],
+        **lists,
         **({"merged": list(what.merged)} if what.merged else {}),
     }
-    return zlib.compress(_json(about).encode(), 1)
+    return _deflated(about)
 
 
 def _header(entries: Sequence[str], rank: int, *, room: int | None) -> bytes:
@@ -333,6 +335,19 @@ def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
+def _deflated(value: object) -> bytes:
+    return zlib.compress(_json(value).encode(), 1)
+
+
+def _inflated(data: bytes) -> Any:
+    """Read `_deflated` back; raises ValueError or zlib.error for what it never gave."""
+    inflate = zlib.decompressobj()
+    value = json.loads(inflate.decompress(data, _LARGEST_FOOTER))
+    if not inflate.eof:
+        raise ValueError("it is longer than any that was written")
+    return value
+
+
 def _pwrite(fd: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view.nbytes:
@@ -360,8 +375,8 @@ class Sealed(Columns):
         self._suspect = self._looked = False
         tail = _TAIL if isinstance(files, LocalFolder) else _TAIL_ELSEWHERE
         self._trailer = b""
-        self._tail_at = max(0, self.size - tail)
-        self._tail = bytes(files.read(name, offset=self._tail_at, length=tail))
+        begins = max(0, self.size - tail)
+        self._tail = begins, bytes(files.read(name, offset=begins, length=tail))
         about = self._read_footer()
         self._about = about if about is not None else self._without_footer()
         if self._about.get("format") != FORMAT:
@@ -396,6 +411,10 @@ class Sealed(Columns):
             raise TypeError(f"dtypes {self.dtypes}")
 
     @property
+    def _end(self) -> bytes:
+        return self._tail[1][-_TRAILER.size :]
+
+    @property
     def tensors(self) -> tuple[int, int]:
         """Where the bytes of its tensors lie."""
         return int(self._begin), int(self._about["tensors"])
@@ -414,7 +433,7 @@ class Sealed(Columns):
                 for name in wanted:
                     self.arrays[name] = self._column(name, read)
             if isinstance(self._files, LocalFolder):  # a run may have a thousand segments
-                self._tail_at, self._tail = self.size - _TRAILER.size, self._tail[-_TRAILER.size :]
+                self._tail = self.size - _TRAILER.size, self._end
         except FileNotFoundError:
             if not isinstance(self._files, LocalFolder):  # it may have been merged
                 raise
@@ -458,8 +477,8 @@ class Sealed(Columns):
 
         def from_tail(read: Callable[[int, int], bytes | bytearray]) -> Callable[[int, int], bytes | bytearray]:
             def stretch(offset: int, length: int) -> bytes | bytearray:
-                at = offset - self._tail_at
-                return self._tail[at : at + length] if at >= 0 else read(offset, length)
+                begins, tail = self._tail  # another thread may let it go
+                return tail[offset - begins :][:length] if offset >= begins else read(offset, length)
 
             return stretch
 
@@ -476,7 +495,7 @@ class Sealed(Columns):
         whole = [p for p in places if len(p) == 2 and all(type(n) is int for n in p) and 0 <= p[0] <= p[1]]
         stretches: list[list[int]] = []
         for first, last in sorted((self._begin + first, self._begin + last) for first, last in whole):
-            if first >= self._tail_at:
+            if first >= self._tail[0]:
                 break
             if stretches and first - stretches[-1][1] <= _GAP:
                 stretches[-1][1] = max(last, stretches[-1][1])
@@ -496,23 +515,21 @@ class Sealed(Columns):
 
     def _read_footer(self) -> dict[str, Any] | None:
         try:
-            length, check, _, magic = _TRAILER.unpack(self._tail[-_TRAILER.size :])
+            length, check, _, magic = _TRAILER.unpack(self._end)
             end = self.size - _TRAILER.size
             if magic != _MAGIC or not 0 < length <= min(end, _LARGEST_FOOTER):
                 raise ValueError("its end is not one that was written")
-            if length + _TRAILER.size > len(self._tail):
-                self._tail_at = end - length
-                self._tail = bytes(self._files.read(self.name, offset=end - length))
-            at = end - length - self._tail_at
-            raw = self._tail[at : at + length]
+            if length + _TRAILER.size > len(self._tail[1]):
+                self._tail = end - length, bytes(self._files.read(self.name, offset=end - length))
+            begins, tail = self._tail
+            raw = tail[end - length - begins :][:length]
             if crc32c(raw) != check:
                 raise ValueError("its checksum differs")
-            inflate = zlib.decompressobj()
-            about = json.loads(inflate.decompress(raw, _LARGEST_FOOTER))
-            if not inflate.eof or not isinstance(about, dict):
+            about = _inflated(raw)
+            if not isinstance(about, dict):
                 raise ValueError("it is not what a footer holds")
             about["constants"] = strictjson.decoded(about["constants"])
-            self._trailer = self._tail[-_TRAILER.size :]
+            self._trailer = self._end
             return about
         except (ValueError, struct.error, zlib.error, KeyError, RecursionError) as error:
             self.damage.append((f"its footer cannot be read ({error}); each record is checked by itself", None))
@@ -538,7 +555,7 @@ class Sealed(Columns):
     def _begin(self) -> int:
         """Where the data begin: what is left of the file before columns and footer."""
         footer_end = max((column[3] for column in self._about["columns"].values()), default=0)
-        length = _TRAILER.unpack(self._tail[-_TRAILER.size :])[0] + _TRAILER.size
+        length = _TRAILER.unpack(self._end)[0] + _TRAILER.size
         return int(self.size - length - footer_end)
 
     def _without_footer(self) -> dict[str, Any]:
@@ -553,10 +570,10 @@ class Sealed(Columns):
                     if not 0 <= first <= last:
                         raise ValueError(f"bytes {first} to {last}")
                     columns[name.removeprefix("table.")] = [column["dtype"], column["shape"], first, last, None]
-            lists = {name: json.loads(self._raw(columns[name], begin)) for name in (*LISTS, "losses")}
+            lists = {name: _inflated(self._raw(columns[name], begin)) for name in (*LISTS, "losses")}
             rows = columns["check"][1][0]
             rank = int(said["__metadata__"]["rank"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, RecursionError, zlib.error) as error:
             raise Damaged(f"{self.name} has neither a footer nor a header that reads ({error})") from None
         nothing = {"needs": [], "run": "", "unique": False, "steps": None, "ranks": [], "constants": {}}
         return (

@@ -90,8 +90,8 @@ class Writer:
         append: bool = False,
         budget: int = 512 << 20,
         wait: float = 5.0,
-        segment_bytes: int = 256 << 20,
-        segment_tensors: int = 640,
+        segment_bytes: int = Limits().nbytes,
+        segment_tensors: int = Limits().tensors,
     ) -> None:
         """Start writing; with `append=True` go on behind the records that are already there.
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from layerscope.errors import NoSuchPoint
 from layerscope.models import Inputs
+from layerscope.models.mamba import quamba_small
 from layerscope.models.tiny import tiny_transformer
 from layerscope.modes import choose, mixed, registry, variant
 from layerscope.modes.evaluation import perplexity
@@ -176,6 +177,18 @@ def test_code_states_the_setting_that_was_asked_for():
     found = plan(model, [off_by(1.0, 2.0)], last_layer_error(model, X), within=0.2, setting=setting).best
     assert "Setting(percentile_alpha=0.99)" in found.code()
     assert "Setting" not in plan(model, [off_by(1.0, 2.0)], last_layer_error(model, X), within=0.2).best.code()
+
+
+def test_code_is_calibrated_on_the_token_ids_that_the_plan_was():
+    model = quamba_small()
+    ids = torch.arange(8 * 512) % 40  # nothing like the text that the scales come from by themselves
+    setting = Setting(calibration=ids)
+    batches = [Inputs((torch.tensor([list(b"the quick brown fox jumps over the lazy dog")]),))]
+    measure = last_layer_error(model, batches)
+    found = plan(model, choose(["2-2"], model).modes, measure, within=10.0, setting=setting).best
+    exec(found.code(), {})
+    assert measure(variant(model, "2-2-planned", setting), None) == found.error
+    assert measure(variant(model, "2-2-planned"), None) != found.error
 
 
 # What is mixed ----------------------------------------------------------------------------------

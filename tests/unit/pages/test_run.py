@@ -82,6 +82,60 @@ def test_layers_and_steps_are_a_map_of_every_record(trained):
     assert np.allclose(heat.values, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("statistic", "of_numpy"),
+    [
+        ("mean", np.mean),
+        ("std", np.std),
+        ("min", np.min),
+        ("max", np.max),
+        ("l1", lambda a: abs(a).sum()),
+        ("l2", lambda a: np.sqrt((a**2).sum())),
+        ("p50", lambda a: np.percentile(a, 50)),
+    ],
+)
+def test_any_statistic_is_a_map_and_a_curve(trained, statistic, of_numpy):
+    drawn = page(trained, "x")
+    within = 8e-3 if statistic == "p50" else 1e-6
+    heat = next(part for part in of(drawn, HeatMap) if part.title == f"{statistic}, outputs")
+    expected = [[of_numpy(values(trained, name, step)) for step in range(5)] for name in "012"]
+    assert np.allclose(heat.values, expected, rtol=within, atol=1e-9)
+    curve = next(part for part in of(drawn, Curves, key="depth") if part.title == f"{statistic}, outputs")
+    assert np.allclose(curve.lines[0].values, [row[4] for row in expected], rtol=within, atol=1e-9)
+
+
+def test_what_was_not_kept_and_what_is_nowhere_is_not_offered(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with record(model, ["0", "1"], to=tmp_path / "run", keep="summary", statistics="moments"):
+        for _ in range(2):
+            model(torch.ones(4, 8))
+    titles = {part.title for part in (*of(page(open_run(tmp_path / "run"), "x"), HeatMap, key="steps"),)}
+    assert {"rms, outputs", "l1, outputs"} <= titles
+    assert not titles & {"p50, outputs", "share of zeros, outputs", "not finite, outputs"}
+
+
+def test_growth_follows_the_layers_and_not_what_is_inside_them(tmp_path):
+    torch.manual_seed(0)
+    blocks = nn.ModuleDict({"layers": nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))})
+    with record(blocks, ["layers.*", "layers.*.*"], to=tmp_path / "run", keep="both"):
+        blocks["layers"](torch.ones(2, 4))
+    run = open_run(tmp_path / "run")
+    (growth,) = of(page(run, "x"), Curves, key="growth")
+    assert growth.labels == ("layers.1", "layers.2")
+    sizes = [rms(run.tensor(f"layers.{n}").double().numpy()) for n in range(3)]
+    assert growth.lines[0].values == pytest.approx([sizes[1] / sizes[0], sizes[2] / sizes[1]], rel=1e-6)
+
+
+def test_the_whole_model_has_a_name_in_pictures(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with record(model, "**", to=tmp_path / "run", keep="summary"):
+        for _ in range(2):
+            model(torch.ones(2, 4))
+    drawn = page(open_run(tmp_path / "run"), "x")
+    assert of(drawn, Curves, key="depth")[0].labels[-1] == "the model"
+    assert of(drawn, HeatMap, key="steps")[0].rows[-1] == "the model"
+
+
 def test_of_many_steps_and_points_some_are_drawn_and_that_is_said(trained, monkeypatch):
     monkeypatch.setattr("layerscope.pages.training.RECORDS", 6)
     monkeypatch.setattr("layerscope.pages.training.DOWN", 2)
@@ -123,11 +177,14 @@ def test_channels_are_shown_where_they_were_kept(tmp_path):
     with torch.no_grad():
         model.weight[3] *= 1000
     for name, statistics in (("with", "channels"), ("without", "full")):
-        with record(model, ".", to=tmp_path / name, keep="summary", statistics=statistics):
+        with record(model, ".", to=tmp_path / name, keep="both", statistics=statistics):
             model(torch.randn(16, 8))
-    drawn = page(open_run(tmp_path / "with"), "x")
+    run = open_run(tmp_path / "with")
+    drawn = page(run, "x")
     (grid,) = of(drawn, Table, key="outliers")
     assert [row[1].value for row in grid.rows] == [3]
+    (channels,) = of(drawn, Curves, key="curve")
+    assert channels.lines[0].values == pytest.approx(abs(run.tensor(".").numpy()).max(0), rel=1e-5)
     assert "the run has no statistics of channels" in text(page(open_run(tmp_path / "without"), "x"))
     assert "the run has no statistics of channels" not in text(drawn)
 
@@ -176,6 +233,22 @@ def test_attention_maps_are_drawn_head_by_head(tmp_path):
     weights = run.tensor(point, epoch=1)[0, 1].numpy()
     assert np.allclose(maps[3].values, weights, rtol=1e-5)
     assert all(one.square for one in maps)
+    given = of(page(run, "x"), HeatMap, key="given")[1]
+    assert given.rows == ("head 0", "head 1")
+    assert np.allclose(given.values, run.tensor(point, epoch=1)[0].numpy().mean(axis=1), rtol=1e-5)
+
+
+def test_a_long_attention_map_shows_the_largest_of_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr("layerscope.pages.training.TOKENS", 3)
+    model = Attending()
+    with record(model, ["attn"], to=tmp_path / "run", keep="both"):
+        model(torch.randn(1, 7, 8))
+    run = open_run(tmp_path / "run")
+    first = of(page(run, "x"), HeatMap, key="attention")[0]
+    weights = run.tensor(next(p for p in run.points if p.leaf == (1,)))[0, 0].numpy()
+    expected = [[weights[a : a + 3, b : b + 3].max() for b in (0, 3, 6)] for a in (0, 3, 6)]
+    assert np.allclose(first.values, expected, rtol=1e-5)
+    assert first.rows == ("token 0", "token 3", "token 6")
 
 
 def test_a_watched_training_keeps_its_alarms_beside_its_run_and_shows_them(tmp_path):
@@ -192,6 +265,9 @@ def test_a_watched_training_keeps_its_alarms_beside_its_run_and_shows_them(tmp_p
     (line,) = of(page(run, "x"), Timeline)
     assert [event.at for event in line.events] == [alarm.moment.step for alarm in watching.alarms]
     assert "nonfinite" in line.events[0].text
+    first = page(run, "x").parts[0]
+    assert isinstance(first, Sentence)
+    assert first.text.startswith("1 alarm; the first, at step 4: nonfinite: .:output: ")
     (frames,) = of(page(run, "x"), HeatMap, key="frames")
     assert frames.columns == ("step 1", "step 2", "step 3")
     at = frames.rows.index(".:output")

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -205,6 +206,28 @@ def test_a_picture_of_anything_is_drawn_without_a_number_that_is_none():
             drawn = Run(page)
             numbers = [value for _, name, value in drawn.attributes if name in ("d", "x", "y", "cx", "cy", "height")]
             assert not [value for value in numbers if "nan" in value or "inf" in value], (values, log)
+
+
+def test_no_two_of_many_lines_look_alike():
+    lines = tuple(Line(str(n), (1.0, 2.0)) for n in range(40))
+    drawn = render(Document("x", (Curves("c", "t", ("a", "b"), lines),)))
+    looks = re.findall(r'class="(line c\d d\d)"', drawn)
+    assert len(looks) == 2 * 40  # each in the picture and in the legend
+    assert len(set(looks)) == 40
+
+
+def test_what_is_not_finite_is_marked_once_for_neighbours():
+    nan, inf = math.nan, math.inf
+    rows = ((1.0, nan, nan, 1.0), (1.0, inf, nan, 1.0), (nan, 1.0, 1.0, None))
+    heat = HeatMap("h", "t", ("a", "b", "c"), tuple("wxyz"), rows)
+    drawn = render(Document("x", (heat,)))
+    signs = re.findall(r'<text class="broken" x="([^"]+)" y="([^"]+)">\u2715', drawn)
+    assert signs == [("12.5%", "83.3%"), ("50.0%", "33.3%")]
+
+
+def test_commands_in_a_sentence_are_told_from_its_words():
+    said = fragment(Document("", (Sentence("run `layerscope show <b>` now, or `"),)))
+    assert "run <code>layerscope show &lt;b&gt;</code> now, or `" in said
 
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path):

@@ -7,6 +7,7 @@ import json
 import random
 import socket
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,9 +20,12 @@ import torch
 from torch import nn
 
 from layerscope.errors import NotARun, Unsupported
+from layerscope.pages.run import page as run_page
 from layerscope.recorder import record
+from layerscope.report import html
 from layerscope.server.live_server import LiveServer
 from layerscope.server.runs import Runs, being_written, state_of
+from layerscope.store import open_run
 
 SECRET = "what lies beside the folder"
 TRAVERSALS = [
@@ -188,8 +192,11 @@ def test_a_thousand_random_requests_make_no_error_500(served):
     known = ["/", "/run/", f"/run/{id_of(served)}", "/comparison/", "/favicon.ico", "/events/run/", "/compare"]
     methods = ["GET", "GET", "GET", "HEAD", "POST", "PUT", "BREW"]
     own = f"127.0.0.1:{served.port}"
-    before = _held()
-    for _ in range(1000):
+    before, grown = _held(), 0
+    tracemalloc.start()
+    for nth in range(1000):
+        if nth == 200:  # by now everything is there that is made once
+            grown = _settled(before)
         noise = "".join(chr(seeded.randrange(33, 127)) for _ in range(seeded.randrange(12)))
         path = seeded.choice(known) + (noise if seeded.random() < 0.6 else "")
         lines = [f"{seeded.choice(methods)} {path} HTTP/1.{seeded.randrange(2)}", f"Host: {own}", "Connection: close"]
@@ -202,7 +209,9 @@ def test_a_thousand_random_requests_make_no_error_500(served):
             status = connection.recv(64).split(b" ")
         assert status[:1] in ([b"HTTP/1.1"], [b"HTTP/1.0"], [b""])
         assert not status[1:2] or int(status[1]) < 500, lines
-    _settled(before)
+    grown = _settled(before) - grown
+    tracemalloc.stop()
+    assert grown < 200_000  # bytes, after 800 requests
 
 
 def _held() -> tuple[int, int]:
@@ -210,12 +219,15 @@ def _held() -> tuple[int, int]:
     return len([*Path("/proc/self/fd").iterdir()]), threading.active_count()
 
 
-def _settled(before: tuple[int, int]) -> None:
-    """Wait until no more files and threads are held than before, but for the few that a pool of threads may have."""
+def _settled(before: tuple[int, int]) -> int:
+    """Wait until no more files and threads are held than before, but for the few that a pool of threads may have.
+
+    Returns how many bytes are held, where that is traced.
+    """
     for _ in range(200):
         files, threads = _held()
         if files <= before[0] + 3 and threads <= max(before[1], 60):
-            return
+            return tracemalloc.get_traced_memory()[0]
         threading.Event().wait(0.05)
     pytest.fail(f"files and threads before {before}, after {_held()}")
 
@@ -298,11 +310,44 @@ def test_a_damaged_run_has_a_page_that_says_so(served):
     folder.rmdir()
 
 
+def test_a_server_that_ends_leaves_neither_a_thread_nor_a_file(tmp_path):
+    model = nn.Linear(4, 4)
+    with record(model, ".", to=tmp_path / "train", keep="both"):
+        model(torch.ones(2, 4))
+    threads, files = {*threading.enumerate()}, _held()[0]
+    server = LiveServer(tmp_path)
+    serving = threading.Thread(target=server.serve_here)
+    serving.start()
+    run = id_of(server)
+    with ThreadPoolExecutor(10) as pool:
+        assert {answer[0] for answer in pool.map(lambda _: ask(server, f"/run/{run}"), range(30))} == {200}
+    server.should_exit = True
+    serving.join(20)
+    for thread in {*threading.enumerate()} - threads:
+        thread.join(20)
+        assert not thread.is_alive(), thread
+    assert _held()[0] <= files
+
+
 def test_no_folder_and_a_port_that_is_taken_are_sentences(served, tmp_path):
     with pytest.raises(NotARun, match="is no folder"):
         LiveServer(tmp_path / "nowhere")
     with pytest.raises(Unsupported, match="--port names another"):
         LiveServer(tmp_path, port=served.port)
+
+
+def test_a_run_that_is_being_written_is_read_and_never_mapped(tmp_path):
+    model = nn.Linear(64, 64)
+    with record(model, ".", to=tmp_path / "run", keep="both") as rec:
+        given = model(torch.ones(64, 64))
+        rec.flush()
+        run = open_run(tmp_path / "run")
+        kept = run.tensor(".")
+        page = html.render(run_page(run, "run"))
+        mapped = Path("/proc/self/maps").read_text()
+    assert torch.equal(kept, given)
+    assert "not finished" in page
+    assert str(tmp_path) not in mapped
 
 
 def test_a_writer_is_seen_while_it_lives(tmp_path):

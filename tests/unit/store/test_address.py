@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from layerscope.errors import MissingExtra, NotARun
 from layerscope.store.address import (
     LocalFolder,
     RemoteFolder,
+    _is_shared,
     claim_name,
     claim_of,
     folder,
+    others_may_cut,
     rank_folder,
     rank_of,
     segment,
@@ -197,3 +200,23 @@ def test_what_was_found_is_said_in_a_few_words(tmp_path):
         (tmp_path / f"f{n}").touch()
     assert LocalFolder(tmp_path).found() == "found 'f0', 'f1', 'f2', 'f3', 'f4' and 2 more"
     assert LocalFolder(tmp_path / "f0").found() == "that is a file"
+
+
+def test_a_file_that_another_user_or_another_machine_may_cut_is_told(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+    file.chmod(0o644)
+    assert not others_may_cut(file.stat())
+    file.chmod(0o646)
+    assert others_may_cut(file.stat())
+    file.chmod(0o644)
+    mine = file.stat()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: mine.st_uid + 1)
+        assert others_may_cut(os.stat_result((*mine[:4], mine.st_uid + 2, *mine[5:])))
+        assert others_may_cut(mine) == (mine.st_uid != 0)
+    mounts = f"40 20 {os.major(mine.st_dev)}:{os.minor(mine.st_dev)} / /data rw - nfs4 host:/data rw\n"
+    monkeypatch.setattr(Path, "open", lambda *args, **kwargs: io.StringIO(mounts))
+    _is_shared.cache_clear()
+    assert others_may_cut(mine)
+    _is_shared.cache_clear()

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from layerscope.points import Moment, Point
+from layerscope.store import Blob, Manifest, Writer
 from layerscope.store.address import LocalFolder
 from layerscope.store.appender import Appender, Coming, Limits
 from layerscope.store.checksum import bytes_of
@@ -64,6 +66,15 @@ def test_segments_are_sealed_by_number_of_tensors(tmp_path):
     assert segments(tmp_path)[-1] == "segment-00002.safetensors"
     assert list(tmp_path.glob("*.journal")) == []
     assert tensors(tmp_path / "segment-00001.safetensors") == {"00000002": [2] * 4, "00000003": [3] * 4}
+
+
+def test_a_segment_is_sealed_at_512_tensors(tmp_path):
+    assert Limits() == (256 << 20, 512, 16_384, 16 << 20)  # as the README says
+    writer = Writer(tmp_path / "run", Manifest())
+    for n in range(1025):
+        writer.write(Point("a"), Moment(step=n), blob=Blob("int32", (), 4, lambda n=n: np.array([n], np.int32)))
+    writer.close()
+    assert [len(tensors(path)) for path in sorted(tmp_path.rglob("*.safetensors"))] == [512, 512, 1]
 
 
 def test_segments_are_sealed_by_size(tmp_path):

@@ -175,6 +175,24 @@ def test_a_large_sealed_tensor_is_a_view_of_the_file_and_writing_into_it_changes
     assert open_run(tmp_path / "run").tensor("p").tolist() == values.tolist()
 
 
+@pytest.mark.parametrize("why", ["may be cut", "no mapping is left"])
+def test_a_large_tensor_is_read_where_a_mapping_is_not_safe_or_not_to_be_had(tmp_path, write, monkeypatch, why):
+    values = np.arange(1 << 19, dtype=np.float32)
+    write(tmp_path / "run", [("p", Moment(), values)]).close()
+    segment = tmp_path / "run/rank-00000/segment-00000.safetensors"
+    if why == "may be cut":
+        segment.chmod(0o666)
+    else:
+        refused = RuntimeError("unable to mmap 2162688 bytes from file: Cannot allocate memory (12)")
+        monkeypatch.setattr(torch.UntypedStorage, "from_file", lambda *a: (_ for _ in ()).throw(refused))
+    run = open_run(tmp_path / "run")
+    tensor = run.tensor("p")
+    os.truncate(segment, 0)
+    assert torch.equal(tensor, torch.from_numpy(values))
+    with pytest.raises(Damaged):
+        run.tensor("p")
+
+
 def test_small_tensors_take_no_mapping_each(path, monkeypatch):
     monkeypatch.setattr(torch.UntypedStorage, "from_file", lambda *a: pytest.fail("a small tensor was mapped"))
     tensor = open_run(path).tensor("p1")

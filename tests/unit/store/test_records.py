@@ -56,6 +56,20 @@ def test_what_counts_and_what_is_found_is_what_a_list_says(seed):
                 assert records.find(texts, when).tolist() == naive
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_parts_that_say_what_they_span_are_looked_through_no_further_and_give_the_same(seed):
+    rng = np.random.default_rng(seed)
+    lists = [list(dict.fromkeys(random_rows(rng, int(rng.integers(0, 30))))) for _ in range(6)]
+    rows = [row for each in lists for row in each]
+    begins = np.cumsum([0, *map(len, lists)])
+    known = []
+    for at, each in zip(begins, lists, strict=False):
+        steps, ranks = [m.step for _, m in each], {m.rank for _, m in each}
+        span = (min(steps), max(steps)) if each else None
+        known.append(part(each, numbers=range(at, at + len(each)), unique=True, steps=span, ranks=sorted(ranks)))
+    assert Records(known).kept.tolist() == sorted({row: n for n, row in enumerate(rows)}.values())
+
+
 def test_the_later_one_counts_by_its_number_and_never_by_the_order_of_files():
     rows = [("a:output", Moment(step=1))]
     assert Records([part(rows, numbers=[9]), part(rows, numbers=[4])]).kept.tolist() == [0]

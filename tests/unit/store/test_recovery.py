@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -296,3 +297,27 @@ def test_what_was_lost_while_recording_is_told_after_a_kill(tmp_path, write):
     again.close()
     recover(tmp_path / "twice")
     assert {(d.point, d.count) for d in open_run(tmp_path / "twice").dropped} == {("x0:output", 4), ("x1:output", 2)}
+
+
+# Files that somebody else put there --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["segment-00000.partial", "segment-00000.journal", "lock", "../run.json.partial"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "hard link"])
+def test_nothing_outside_is_written_through_a_file_of_the_run(tmp_path, killed, name, kind):
+    place, precious = killed / "rank-00000" / name, tmp_path / "precious"
+    precious.write_bytes(place.read_bytes() if place.exists() else b"precious")
+    before = precious.read_bytes()
+    place.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "hard link":
+        os.link(precious, place)
+    else:
+        place.symlink_to(precious if kind == "link" else tmp_path / "new")
+    with contextlib.suppress(Damaged, OSError):
+        recover(killed)
+    with contextlib.suppress(Damaged, OSError):
+        Writer(killed, Manifest(), append=True).close()
+    assert precious.read_bytes() == before
+    assert not (tmp_path / "new").exists()

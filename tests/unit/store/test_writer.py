@@ -275,11 +275,11 @@ def test_only_the_first_of_a_stall_waits(tmp_path):
     writer.write(A, Moment(), blob=gate.blob())
     assert gate.asked.wait(5)
     start = time.monotonic()
-    for n in range(20):
+    for n in range(200):
         writer.write(B, Moment(step=n), blob=gate.blob())
-    assert 0.25 < time.monotonic() - start < 4  # twenty waits are 6 s
+    assert 0.25 < time.monotonic() - start < 30  # two hundred waits are a minute
     gate.open.set()
-    assert writer.close().dropped[0].count == 20
+    assert writer.close().dropped[0].count == 200
 
 
 def test_a_queue_that_empties_in_time_drops_nothing(tmp_path):
@@ -388,7 +388,7 @@ def test_close_does_not_wait_for_ever_and_the_thread_goes_on_alone(tmp_path, cap
     writer.write(A, Moment(), blob=gate.blob())
     start = time.monotonic()
     assert writer.close().state == "interrupted"
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30  # by itself it would be patient for a minute
     assert "still wait" in said(caplog)[0]
     gate.open.set()
     assert writer.close().state == "complete"
@@ -493,9 +493,8 @@ writer = Writer(sys.argv[1], Manifest())
 writer._to.patience = 0.5
 writer.write(Point("a"), Moment(), blob=Blob("int8", (3,), 3, lambda: threading.Event().wait()))
 """
-    start = time.monotonic()
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], capture_output=True, check=True, timeout=20)
-    assert time.monotonic() - start < 10
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    assert subprocess.run(command, capture_output=True, check=True, timeout=50).returncode == 0
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

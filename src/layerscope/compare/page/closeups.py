@@ -68,7 +68,10 @@ class CloseUps:
         self._elements -= count
         try:
             seen = _looked(reference, candidate)
-        except (LayerscopeError, OSError, ImportError, ValueError) as error:
+        except ImportError:
+            self._why["its tensors are read with torch, which is not installed here"] += 1
+            return []
+        except (LayerscopeError, OSError, ValueError) as error:
             self._why[str(error)] += 1
             return []
         curves = self._curves > 0 and bool(seen.worst)
@@ -82,8 +85,8 @@ class CloseUps:
             items = tuple(Fact(str([*at]), f"{number(a)} \u2192 {number(b)}") for at, a, b in seen.worst)
             yield Facts("worst", items, f"Worst Elements, {names[0]} \u2192 {names[1]}", audience="page")
         if curves:
-            yield from _curve("error of each token", "token", seen.tokens)
-            yield from _curve("error of each channel", "channel", seen.channels)
+            yield from curve("error of each token", "token", seen.tokens)
+            yield from curve("error of each channel", "channel", seen.channels)
 
     def _entries(self, row: Row) -> tuple[Entry, Entry] | str:
         """Return both records of a row, or why they cannot be looked at."""
@@ -201,20 +204,19 @@ def _histograms(names: tuple[str, str], sketches: tuple[Sketch, Sketch]) -> Iter
     yield Histograms("histogram", "values, the reference below", tuple(edges), tuple(counts), "page")
 
 
-def _worst(errors: Array) -> float | None:
+def _largest(sizes: Array) -> float | None:
     """Return the largest, to six digits, which is more than a picture shows: a page is sent by mail."""
-    there = errors[~np.isnan(errors)]
+    there = sizes[~np.isnan(sizes)]
     return float(f"{there.max():.6g}") if there.size else None
 
 
-def _curve(title: str, what: str, errors: Array) -> Iterator[Part]:
-    if errors.size < 2:
+def curve(title: str, what: str, sizes: Array, measure: str = "relative L2") -> Iterator[Part]:
+    """Draw a number for each token or channel; of many neighbours, the largest."""
+    if sizes.size < 2:
         return
-    every = math.ceil(errors.size / WIDE)
-    edges = range(0, errors.size, every)
-    values = [_worst(errors[at : at + every]) for at in edges]
-    labels = [f"{what} {at}" if every == 1 else f"{what} {at} to {min(at + every, errors.size) - 1}" for at in edges]
-    said = f"{title}, the worst of each {every}" if every > 1 else title
-    yield Curves(
-        "curve", said, tuple(labels), (Line("relative L2", tuple(values)),), unit="relative L2", audience="page"
-    )
+    every = math.ceil(sizes.size / WIDE)
+    edges = range(0, sizes.size, every)
+    values = [_largest(sizes[at : at + every]) for at in edges]
+    labels = [f"{what} {at}" if every == 1 else f"{what} {at} to {min(at + every, sizes.size) - 1}" for at in edges]
+    said = f"{title}, the largest of each {every}" if every > 1 else title
+    yield Curves("curve", said, tuple(labels), (Line(measure, tuple(values)),), unit=measure, audience="page")

@@ -18,7 +18,7 @@ from layerscope.compare.page.blocks import TONES, block, near_one
 from layerscope.compare.page.closeups import CloseUps
 from layerscope.compare.page.document import BY_WEIGHT, modes_table, opening
 from layerscope.compare.result import Against, Comparison, Row
-from layerscope.points import SIDE_TITLES, Moment, Point
+from layerscope.points import SIDE_TITLES, Moment, Point, caption
 from layerscope.report.parts import (
     Cell,
     Choice,
@@ -37,6 +37,12 @@ from layerscope.report.parts import (
 from layerscope.report.writing import many
 
 DETAILED = 400  # rows with everything there is about them; more would make a file that no mail takes
+ALIKE = 0.1  # of floors: what differs by less is one band
+HOW = {
+    "same": "equal bit for bit",
+    "noise": "equal up to noise",
+    "quantised": "quantised, with no layer that stands out",
+}
 TALL = 200  # lines of a heat map; what is more is drawn by the worst of some neighbours
 # The measures that a map can show, and whether by their powers of ten.
 MEASURES: dict[str, tuple[Callable[[Row, Metrics], float | None], bool]] = {
@@ -82,16 +88,22 @@ def _opening(comparison: Comparison) -> Iterator[Part]:
     if len(comparison) < 2:
         yield from said
         return
-    words = Counter(against.verdict.word for against in comparison)
-    differ, all_of = words["differs"], len(comparison)
+    words = Counter[str](against.verdict.word for against in comparison)
+    differ, unknown, all_of = words["differs"], words["cannot tell"], len(comparison)
     first = comparison.first_divergence
     if differ:
         where = f"; the first divergence is {first}, in {first.candidate}: {first.because}" if first else ""
         yield Sentence(f"{differ} of {all_of} candidates differ from {comparison.reference}{where}", "bad")
-    else:
+    elif unknown:
+        because = comparison.verdict.because
         yield Sentence(
-            f"all {all_of} candidates agree with {comparison.reference}: {comparison.verdict.because}", "good"
+            f"whether {unknown} of {all_of} candidates agree with {comparison.reference} cannot be told: {because}",
+            "warn",
         )
+    else:
+        how = ", ".join(f"{count} {HOW[word]}" for word, count in words.items())
+        partial = any(_tone(part) == "warn" for part in said)
+        yield Sentence(f"no candidate differs from {comparison.reference}: {how}", "warn" if partial else "good")
     yield Fold("each candidate's verdict", tuple(part for part in said if _tone(part) not in ("quiet", "warn")))
     yield from (part for part in said if _tone(part) in ("quiet", "warn"))
 
@@ -118,25 +130,36 @@ def curves(comparison: Comparison) -> list[Curves]:
         names = _named(comparison.rows, side)
         if len(names) < 2:
             continue
-        drawn: list[Line] = []
-        floors: set[tuple[float | None, ...]] = set()
+        drawn: list[tuple[str, tuple[float | None, ...]]] = []
+        floors: dict[str, list[float | None]] = {}
         for against in comparison:
             worst = _worst(against.compared, side, lambda row, m: m.relative_l2)
             if not worst:
                 continue
             expected = _worst(against.compared, side, lambda row, m: row.floor.error if row.floor else None)
-            floor = tuple(expected.get(name) for name in names)
-            same = floor in floors or not any(floor)  # candidates of one dtype share a floor: it is drawn once
-            floors.add(floor)
-            drawn.append(Line(against.candidate, tuple(worst.get(name) for name in names), () if same else floor))
+            floor = [expected.get(name) for name in names]
+            alike = next((whose for whose, known in floors.items() if _alike(known, floor)), None)
+            if alike is not None:  # candidates of one dtype share a floor: it is drawn once, wherever any has it
+                floors[alike] = [b if a is None else a for a, b in zip(floors[alike], floor, strict=True)]
+            elif any(floor):
+                floors[against.candidate] = floor
+            drawn.append((against.candidate, tuple(worst.get(name) for name in names)))
         if drawn:
+            lines = tuple(Line(name, values, tuple(floors.get(name, ()))) for name, values in drawn)
             unit = "relative L2"
-            pictures.append(Curves("profile", title, tuple(names), tuple(drawn), True, unit=unit, audience="page"))
+            pictures.append(Curves("profile", title, tuple(names), lines, True, unit=unit, audience="page"))
     return pictures
 
 
+def _alike(floor: Sequence[float | None], other: Sequence[float | None]) -> bool:
+    """Tell whether one band shows both: wherever both are known, they are within the width of a line."""
+    both = [(a, b) for a, b in zip(floor, other, strict=True) if a is not None and b is not None]
+    return bool(both) and all(abs(a - b) <= ALIKE * max(a, b) for a, b in both)
+
+
 def _named(rows: Iterable[Row], side: str) -> list[str]:
-    return list(dict.fromkeys(str(row) for row in rows if row.point.side == side and row.metrics is not None))
+    there = (row for row in rows if row.point.side == side and row.metrics is not None)
+    return list(dict.fromkeys(caption(row.point) for row in there))
 
 
 def _worst(rows: Iterable[Row], side: str, of: Callable[[Row, Metrics], float | None]) -> dict[str, float]:
@@ -148,9 +171,10 @@ def _worst(rows: Iterable[Row], side: str, of: Callable[[Row, Metrics], float | 
             continue
         if row.kind == "nonfinite":
             value = math.nan
-        before = found.get(str(row))
+        name = caption(row.point)
+        before = found.get(name)
         if before is None or math.isnan(value) or (not math.isnan(before) and value > before):
-            found[str(row)] = value
+            found[name] = value
     return found
 
 
@@ -210,7 +234,7 @@ def _over_moments(comparison: Comparison) -> Iterator[Part]:
         for row in against.compared:
             if row.point.side == "output" and row.metrics is not None:
                 value = math.nan if row.kind == "nonfinite" else row.metrics.relative_l2
-                found.setdefault(str(row), {})[row.moment] = value
+                found.setdefault(caption(row.point), {})[row.moment] = value
         table = [tuple(of.get(moment) for moment in moments) for of in found.values()]
         drawn = _map("relative L2", [*found], tuple(map(_when, moments)), table, log=True)
         options.append((against.candidate, tuple(drawn)))
@@ -275,7 +299,7 @@ def _tree(against: Against) -> Iterator[Part]:
                 row.ratio,
                 metrics.relative_l2 if metrics is not None and math.isfinite(metrics.relative_l2) else None,
                 inside[name],
-                Cell(str(row), "quiet", text="" if row.point.name == name else str(row)),
+                Cell(str(row), "quiet", text="" if row.point.name == name or row.kind == "same" else str(row)),
             )
         )
         waiting += [(child, depth + 1) for child in reversed(children.get(name, [])) if name]
@@ -322,6 +346,8 @@ def _rows(comparison: Comparison, bands: Bands, closeups: CloseUps) -> Iterator[
         title = f"{row} {f'in {row.candidate} ' if several else ''}{f'at {row.moment} ' if moments else ''}"
         parts = [*block(row, str(row), reference=comparison.reference, bands=bands)][1:]
         near = closeups.of(row)
+        if row.counterpart == row.point and row.method in ("", "exact"):
+            near.append(Sentence("paired with the point of its name", "quiet"))
         fold = Fold(f"{title.strip()}: {row.kind}", (*near, *parts), keys[id(row)], TONES[row.kind])
         folds.append((int(keys[id(row)]), fold))
     yield from (Sentence(text, "quiet") for text in closeups.left_out())

@@ -13,6 +13,7 @@ JSON holds every row, whatever the page folds away. Beside `title` and `sentence
     ranking    {name, damage}, worst first, where all layers differ alike
     packed     one for each module with packed weights: name, kind, weight_sqnr, output_sqnr in dB
     notes      what could not be done, a sentence each
+    provenance {reference, candidate, inputs, seed, versions} as text
     rows       one for each call of a module: name, call, counterpart, kind, because, where, error, floor, ratio, leaf
 
 Numbers that JSON has no word for are the strings NaN, Infinity and -Infinity.
@@ -202,6 +203,7 @@ def _data(finding: Finding) -> Iterator[Data]:
     yield Data("ranking", [{"name": name, "damage": damage} for name, damage in finding.ranking])
     yield Data("packed", [asdict(one) for one in finding.packed])
     yield Data("notes", finding.notes)
+    yield Data("provenance", finding.provenance)
     yield Data("rows", lambda: [asdict(row) for row in finding.rows])
 
 

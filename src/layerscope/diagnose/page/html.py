@@ -35,6 +35,9 @@ def page(finding: Finding, *, title: str = "diagnosis") -> Document:
     parts += _evidence(finding)
     if finding.rows:
         parts += [Heading("every call of every module"), _rows(finding)]
+    if finding.provenance:
+        facts = tuple(Fact(key, value) for key, value in finding.provenance.items() if value)
+        parts += [Heading("provenance"), Facts("provenance", facts, audience="page")]
     return Document(title, tuple(parts))
 
 
@@ -79,6 +82,7 @@ def _evidence(finding: Finding) -> Iterator[Part]:
 
 
 def _rows(finding: Finding) -> Table:
+    renamed = any(row.counterpart not in (None, row.name) for row in finding.rows)
     columns = [
         Column("module", "module", "name"),
         Column("kind", "verdict"),
@@ -87,16 +91,17 @@ def _rows(finding: Finding) -> Table:
         Column("bar", "", "bar", log=True),
         Column("floor", "floor", "number"),
         Column("where", "where"),
-        Column("counterpart", "in the candidate", "name"),
+        *([Column("counterpart", "in the candidate", "name")] if renamed else []),
         Column("because", "because"),
     ]
-    return Table.of("every", columns, map(_cells, finding.rows), audience="page")
+    return Table.of("every", columns, (_cells(row, renamed=renamed) for row in finding.rows), audience="page")
 
 
-def _cells(row: Judged) -> Iterator[Cell | Value]:
+def _cells(row: Judged, *, renamed: bool) -> Iterator[Cell | Value]:
     tone = TONES[row.kind]
     yield Cell(_named(row), tone if tone == "bad" else "plain")
     yield Cell(row.kind, tone)
     yield from (row.ratio, row.error, row.error, row.floor, row.where)
-    yield row.counterpart if row.counterpart != row.name else None
+    if renamed:
+        yield row.counterpart if row.counterpart != row.name else None
     yield row.because

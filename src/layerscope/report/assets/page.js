@@ -4,6 +4,7 @@
 const layerscope = (() => {
   const MARGIN = 20;
   const OPEN = 24; // a tree of more rows, some of them bad, begins with what is in order closed
+  const TALL = 60; // one with nothing bad begins with as many levels as so many rows have room for
   let data = { figures: [], tables: [] };
   const make = (tag, text, ...classes) => {
     const node = document.createElement(tag);
@@ -62,7 +63,8 @@ const layerscope = (() => {
         const link = make("a", text);
         link.href = `#row-${row.opens}`;
         td.append(link);
-      } else if (at) td.textContent = SIGNS[tone] && text ? SIGNS[tone] + text : text;
+      } else if (at === 0 && row.depth === null) td.append(make("bdi", text)); // shortened at its beginning on a telephone
+      else if (at) td.textContent = SIGNS[tone] && text ? SIGNS[tone] + text : text;
       else td.textContent = "\u2003\u2003".repeat(row.depth || 0) + text;
       row.tr.append(td);
     });
@@ -157,7 +159,9 @@ const layerscope = (() => {
       count.textContent = `${rows.length.toLocaleString("en")} rows`;
     }
     if (tree) {
-      const folds = rows.length > OPEN && rows.some(troubled);
+      const sick = rows.length > OPEN && rows.some(troubled);
+      let level = 0;
+      while (!sick && level < 100 && rows.filter((row) => row.depth <= level).length <= TALL) level += 1;
       rows.forEach((row, at) => {
         if (row.depth === null || !(rows[at + 1] && rows[at + 1].depth > row.depth)) return;
         const twig = make("button", "\u25be", "twig");
@@ -179,7 +183,7 @@ const layerscope = (() => {
           twig.focus();
         });
         if (row.tr) hang(row);
-        if (folds && !troubled(row)) fold();
+        if (sick ? !troubled(row) : row.depth >= Math.max(1, level - 1)) fold();
       });
       if (closed.size) choose();
     }

@@ -22,14 +22,11 @@ from layerscope.store.layouts.foreign import foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.quamba import about, said_of
 from layerscope.store.layouts.statistics import described, object_in
-from layerscope.store.manifest import Completeness, Manifest
 from layerscope.store.run import Run
 
 if TYPE_CHECKING:
     from layerscope.store.layouts.writing import Job
     from layerscope.store.run import Entry
-
-__all__ = ["NAME", "key", "recognise", "statistics_name", "write"]
 
 NAME = "first_layer_io_all_modes.npz"
 SIDES: tuple[Side, ...] = ("input", "output")
@@ -78,10 +75,9 @@ def recognise(place: Place) -> Run | None:
         for item in items
         for alias in (item.point.side, key(mode, item.point.side), f"layer_0_{item.point.side}")
     }
-    done = Completeness(state="unknown", points=len(items), records=len(items))
-    manifest = Manifest(**said_of(said), mode=mode, aliases=aliases, completeness=done)
+    about = {**said_of(said, mode), "mode": mode, "aliases": aliases}
     return foreign_run(
-        f"{place.address}:{mode}", "first-layer", items, manifest=manifest, notes=notes, reopen=(place.address, mode)
+        f"{place.address}:{mode}", "first-layer", items, notes=notes, reopen=(place.address, mode), **about
     )
 
 
@@ -93,9 +89,11 @@ def _said(place: Place, name: str, mode: str, notes: list[str]) -> dict[str, Any
         notes.append(f"{beside} is not there: model and settings are unknown")
         return {}
     modes = said.pop("modes", {})
-    if not isinstance(modes, dict) or mode not in modes:
+    entry = modes.get(mode) if isinstance(modes, dict) else None
+    if entry is None:
         notes.append(f"{beside} says nothing of mode {mode}")
-    return said
+    grid = entry.get("quantised") if isinstance(entry, dict) else None
+    return {key: value for key, value in said.items() if key != "quantised"} | ({"quantised": grid} if grid else {})
 
 
 # Writing --------------------------------------------------------------------------------------------
@@ -137,7 +135,9 @@ def write(job: Job) -> None:
             for name, member in old.items():
                 if name not in ours:
                     _copy(files, path.name, member.filename, new)
+            grid = job.source.manifest.settings.get("quantised")  # one mode's alone: the other settings are of all
             said["modes"][mode] = {side: _put(job, new, mode, side, entry) for side, entry in entries.items()}
+            said["modes"][mode] |= {"quantised": grid} if grid else {}
         write_json(batch.new(statistics_name(path.name)), said)
     job.leave_others(used)
 
@@ -173,7 +173,7 @@ def _merged(files: LocalFolder, name: str, job: Job, entries: dict[Side, Entry])
         said = object_in(files, name)
     except FileNotFoundError:
         said = {}
-    here = about(job.source.manifest)
+    here = {key: value for key, value in about(job.source.manifest).items() if key != "quantised"}
     shape = next(iter(entries.values())).shape or ()
     settings = {"pretrained_dir": here.pop("pretrained_dir", None), "seq_len": here.pop("seq_len", None)}
     if settings["seq_len"] is None and len(shape) == 3:

@@ -16,20 +16,20 @@ from layerscope.errors import NotARun, RunExists
 from layerscope.points import Moment, Point
 from layerscope.store.layouts.arrays import npy
 from layerscope.store.layouts.components import component_in, components_of, entry_in, file_of, key_of, written_entry
-from layerscope.store.layouts.foreign import Item, foreign_run
+from layerscope.store.layouts.foreign import foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.statistics import described, object_in, summary_of
-from layerscope.store.manifest import Completeness, Manifest, now
+from layerscope.store.manifest import Manifest, now
 from layerscope.store.run import Run
+from layerscope.store.source import Item
 
 if TYPE_CHECKING:
     from layerscope.store.layouts.writing import Job
 
-__all__ = ["about", "array_name", "mode_of", "recognise", "said_of", "statistics_name", "timestamp", "write"]
-
 _ARRAY = re.compile(r"mode_(.+)_layer_(\d{1,9})\.npy", re.DOTALL)
 _STATISTICS = re.compile(r"mode_(.+)_stats\.json", re.DOTALL)
 _ENTRY = re.compile(r"layer_(\d{1,9})")
+_NUMBERED = re.compile(r"\d+(?:-\d+)?")  # computes in INT8; a mode of floats is called by their type
 
 
 def array_name(mode: str, layer: int) -> str:
@@ -92,10 +92,8 @@ def _opened(
             f"{'; '.join(notes) or 'no layer in its file'}. Files mode_{{M}}_layer_{{i}}.npy are looked for."
         )
     aliases = {alias: [str(item.point)] for item in items for alias in _aliases(mode, item.point)}
-    manifest = Manifest(**said_of(said), mode=mode, aliases=aliases, completeness=_unknown(len(items)))
-    return foreign_run(
-        f"{place.address}:{mode}", "quamba", items, manifest=manifest, notes=notes, reopen=(place.address, mode)
-    )
+    about = {**said_of(said, mode), "mode": mode, "aliases": aliases}
+    return foreign_run(f"{place.address}:{mode}", "quamba", items, notes=notes, reopen=(place.address, mode), **about)
 
 
 def _entry(key: str) -> Point | None:
@@ -123,19 +121,20 @@ def _recorded_as(entry: object) -> dict[str, str]:
     return {"recorded_dtype": dtype.removeprefix("torch.")} if isinstance(dtype, str) else {}
 
 
-def said_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Sort what a statistics file says of a run into the places a manifest has for it."""
+def said_of(said: Mapping[str, Any], mode: str) -> dict[str, Any]:
+    """Sort what a statistics file says of a run into the places a manifest has for it.
+
+    The modes of the layout's own tools are quantised, which their files leave to the name: 0, 2-1, 3.
+    """
     model = said.get("model")
     started = said.get("timestamp")
+    grid = {"quantised": f"mode {mode}"} if _NUMBERED.fullmatch(mode) else {}
+    settings = {key: value for key, value in said.items() if key not in ("mode", "model", "timestamp")}
     return {
         "model": dict(model) if isinstance(model, dict) else {} if model is None else {"name": str(model)},
         "started": started if isinstance(started, str) else "",
-        "settings": {key: value for key, value in said.items() if key not in ("mode", "model", "timestamp")},
+        "settings": grid | settings,
     }
-
-
-def _unknown(records: int) -> Completeness:
-    return Completeness(state="unknown", points=records, records=records)
 
 
 # Writing --------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The page of a comparison: what stands on it is what numpy says of the tensors, and nothing is left out unsaid."""
 
+import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from layerscope.compare.page.closeups import CURVES, CloseUps
 from layerscope.compare.page.document import document
 from layerscope.compare.page.html_page import TALL, curves, page
 from layerscope.compare.page.saved import loads
+from layerscope.compare.result import Verdict
 from layerscope.errors import BadText
 from layerscope.recorder import record
 from layerscope.report import Choice, Curves, Facts, Fold, HeatMap, Histograms, Sentence, Table, html
@@ -74,7 +77,7 @@ def test_the_verdict_is_said_first_and_names_where_it_begins(drawn, runs):
     assert first.text.startswith("1 of 2 candidates differ from good; the first divergence is 2, in bad: ")
     assert " rests on equal bits" in text(drawn)
     alike = page(compare(runs / "good", runs / "same", runs / "same"))
-    assert alike.parts[0].text.startswith("all 2 candidates agree with good: ")
+    assert alike.parts[0].text == "no candidate differs from good: 2 equal bit for bit"
 
 
 def test_the_error_over_depth_is_that_of_the_tensors(both, runs):
@@ -86,6 +89,38 @@ def test_the_error_over_depth_is_that_of_the_tensors(both, runs):
         assert value == pytest.approx(np.linalg.norm(b - a) / np.linalg.norm(a), rel=1e-6)
     same = next(line for line in picture.lines if line.name == "same")
     assert same.values == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_candidates_of_one_arithmetic_share_a_band_and_each_other_has_its_own(tmp_path):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(8, 16)
+    with record(model, "*", to=tmp_path / "fp32", floors=True):
+        model(inputs)
+    for name, dtype, scale in (("half", torch.bfloat16, 1.0), ("off", torch.float32, 1.5), ("late", torch.float32, 2)):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other[2 if name == "late" else 0].weight *= scale
+        with record(other.to(dtype), "*", to=tmp_path / name):
+            other(inputs.to(dtype))
+    compared = compare(tmp_path / "fp32", *(tmp_path / name for name in ("half", "off", "late")))
+    (picture,) = curves(compared)
+    floors = {line.name: line.floor for line in picture.lines}
+    assert [bool(floors[name]) for name in ("half", "off", "late")] == [True, True, False]
+    known = {str(row): row.floor.error for row in compared["off"].rows if row.floor}
+    assert floors["off"] == pytest.approx([known[name] for name in picture.labels])
+
+
+def test_where_it_cannot_be_told_nothing_is_said_to_agree(both):
+    unsure = replace(both.candidates[0], verdict=Verdict("cannot tell", "only statistics were kept"))
+    said = page(replace(both, candidates=(unsure, both.candidates[0]))).parts[0]
+    assert said == Sentence(
+        "whether 1 of 2 candidates agree with good cannot be told: only statistics were kept", "warn"
+    )
+
+
+def test_a_row_says_how_it_was_paired(drawn, runs):
+    row = next(part for part in of(drawn, Fold) if part.key)
+    assert Sentence("paired with the point of its name", "quiet") in row.parts
 
 
 def test_the_map_has_a_cell_for_each_layer_and_candidate_by_each_measure(drawn):

@@ -42,7 +42,11 @@ def test_the_folder_that_holds_it_is_the_same_dump(dump):
 
 def test_what_lies_beside_it_is_said_of_it(dump):
     run = open_run(dump, mode="2-1")
-    assert (run.manifest.model, run.manifest.settings) == ({"name": "quamba-130m"}, {"seq_len": 4})
+    assert (run.manifest.model, run.manifest.settings) == (
+        {"name": "quamba-130m"},
+        {"seq_len": 4, "quantised": "mode 2-1"},
+    )
+    assert open_run(dump, mode="fp32").manifest.settings == {"seq_len": 4}
     assert run.manifest.started == "2025-01-10 16:00:00"
     assert run.notes == []
     assert open_run(dump, mode="fp32").notes == ["first_layer_io_all_modes_stats.json says nothing of mode fp32"]

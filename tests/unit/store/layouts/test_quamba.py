@@ -41,7 +41,13 @@ def test_layers_count_from_0_and_are_found_under_every_name_of_theirs(dump, arra
 def test_the_manifest_has_mode_model_and_settings(dump):
     manifest = open_run(dump).manifest
     assert (manifest.mode, manifest.model) == ("2-1", {"name": "quamba-130m-w8a8"})
-    assert manifest.settings == {"calib_data_num": 10}
+    assert manifest.settings == {"calib_data_num": 10, "quantised": "mode 2-1"}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16", "port"])
+def test_a_mode_that_is_no_number_is_not_said_to_be_quantised(tmp_path, mode):
+    np.save(tmp_path / f"mode_{mode}_layer_0.npy", np.ones((1, 2), np.float32))
+    assert "quantised" not in open_run(tmp_path).manifest.settings
 
 
 def test_statistics_are_those_of_the_arrays_and_not_of_the_file(dump, arrays):
