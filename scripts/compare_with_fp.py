@@ -47,11 +47,11 @@ def main() -> int:
             give_up(
                 f"{asked.output_dir} holds no mode but {asked.reference}. {how_to_make('quant_only', asked.output_dir)}"
             )
-        with counting("comparing") as tell:
+        with counting("comparing") as progress:
             comparison = comparing.compared(
                 f"{asked.output_dir}:{asked.reference}",
                 [f"{asked.output_dir}:{mode}" for mode in modes],
-                tell=tell,
+                progress=progress,
             )
         if asked.save_comparison:
             for mode, against in zip(modes, comparison, strict=True):

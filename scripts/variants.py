@@ -52,7 +52,7 @@ def recorded(
         tell_user(note)
     for mode, reason in choice.left_out:
         tell_user(f"mode {mode.name} is left out: {reason}")
-    with counting("recording") as tell:
+    with counting("recording") as progress:
         for one in record_modes(
             ready.model,
             choice.modes,
@@ -64,7 +64,7 @@ def recorded(
             name=ready.loaded.name,
             seed=ready.loaded.seed,
             stop_after=last,
-            tell=tell,
+            progress=progress,
         ):
             if one.error is not None:
                 tell_user(f"mode {one.mode.name} failed: {one.error}")

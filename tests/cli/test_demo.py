@@ -53,7 +53,7 @@ def test_the_demo_compares_every_quantisation_saves_it_all_and_says_what_to_do_n
     assert "0: outputs" not in answer.out  # that much is for the report
     assert answer.out.rstrip().endswith("runs/demo.html, in any browser")
     looked_at = (tmp_path / "runs" / "demo.html").read_text("utf-8")
-    assert "no candidate differs from fp32: 7 quantised, no layer standing out" in looked_at
+    assert "no candidate differs from fp32: 7 quantised, with no layer that stands out" in looked_at
     assert len(looked_at.encode()) < 1_500_000 * 7 / 8
     report = (tmp_path / "runs" / "demo.md").read_text()
     assert "## 0: outputs" in report

@@ -32,8 +32,8 @@ __all__ = ["Gathered"]
 class Gathered:
     """The captures of the epoch under way, and which of them are not saved yet; a recording's listener.
 
-    `begins` is asked before each forward, and gives the reason why it does not count, None when it does. `keeps`, where
-    there is one, is asked of each output. `samples` are those of the batch under way, where somebody knows them.
+    `begins` is asked before each forward, and gives the reason why it does not count, None when it does; `keeps` is
+    asked of each output. `samples` are those of the batch under way, where somebody knows them.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Gathered:
         room: int,
         begins: Callable[[], str | None],
         losses: Losses,
-        keeps: Callable[[object], bool] | None = None,
+        keeps: Callable[[object], bool] = lambda output: True,
     ) -> None:
         self.samples: tuple[int, ...] | None = None
         self._choices = choices
@@ -85,18 +85,25 @@ class Gathered:
         """Take down an output whose tensors have been seen, with its structure, for each layer that is due."""
         leaves, self._local.leaves = self._leaves(), {}
         assert moment.epoch is not None
-        if self._keeps is not None and not self._keeps(value):
-            log.debug("%s is skipped at %s: _custom_condition says no", point.name, moment)
-            return
+        taken = False
         try:
-            tree = rebuilt(value, lambda leaf, _: leaves[leaf])
-        except KeyError as leaf:
-            log.debug("%s is skipped at %s: its leaf %s cannot be recorded", point.name, moment, leaf)
-            return
-        capture = Capture(moment.epoch, moment.batch, moment, tree, self.samples)
-        for layer in self._at.get(point.name, ()):
-            if self._choices[layer.alias](moment):
-                self._take(layer, capture)
+            if not self._keeps(value):
+                log.debug("%s is skipped at %s: _custom_condition says no", point.name, moment)
+                return
+            try:
+                tree = rebuilt(value, lambda leaf, _: leaves[leaf])
+            except KeyError as leaf:
+                log.debug("%s is skipped at %s: its leaf %s cannot be recorded", point.name, moment, leaf)
+                return
+            capture = Capture(moment.epoch, moment.batch, moment, tree, self.samples)
+            for layer in self._at.get(point.name, ()):
+                if self._choices[layer.alias](moment):
+                    self._take(layer, capture)
+                    taken = True
+        finally:
+            if not taken:
+                with self._lock:
+                    self._held -= sum(held.nbytes for held in leaves.values() if held.copy is not None)
 
     def _leaves(self) -> dict[Leaf, Held]:
         found: dict[Leaf, Held] | None = getattr(self._local, "leaves", None)

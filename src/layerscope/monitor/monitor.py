@@ -113,9 +113,8 @@ class Monitor:
         self._pid = os.getpid()
         self._losses = Losses(str(self.output_dir))
         room = budget // 2
-        keeps = getattr(self, "_custom_condition", None)
         self._gathered = Gathered(
-            self.layers, choices, room=room, begins=self._begins, losses=self._losses, keeps=keeps
+            self.layers, choices, room=room, begins=self._begins, losses=self._losses, keeps=self._keeps
         )
         self._recording, path = self._begun(choices, budget=budget - room)
         self._stored = Stored(self._recording, path, self._losses)
@@ -206,6 +205,11 @@ class Monitor:
             return "the model is in evaluation mode, and the batch that is set was trained on"
         self._trained = self.model.training
         return None
+
+    def _keeps(self, output: object) -> bool:
+        """Ask the condition of a subclass, or of this Monitor since it was made, whether to capture an output."""
+        condition = getattr(self, "_custom_condition", None)
+        return condition is None or bool(condition(output))
 
     # Handing out ----------------------------------------------------------------------------------
 

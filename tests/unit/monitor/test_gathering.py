@@ -12,11 +12,11 @@ from layerscope.recorder import RecordOptions, Tap
 from layerscope.store.losses import Losses
 
 
-def gathered(net, *, room=1 << 20, begins=lambda: None, layers=None):
+def gathered(net, *, room=1 << 20, begins=lambda: None, layers=None, **more):
     found = layers_of(net, layers or {"0": {"record_type": "epoch_full"}})
     choices = choices_of(found, (1,), (0,), None)
     taps = [Tap(layer.place, when=choices[layer.alias], alias=layer.alias) for layer in found]
-    made = Gathered(found, choices, room=room, begins=begins, losses=Losses("test"))
+    made = Gathered(found, choices, room=room, begins=begins, losses=Losses("test"), **more)
     return found, made, record(net, taps, options=RecordOptions(listener=made))
 
 
@@ -63,6 +63,19 @@ def test_a_call_that_gives_way_gives_its_memory_back():
     assert capture.moment.call == 8
     assert capture.in_memory
     assert capture.output(lambda held: held.copy()).tolist() == [8] * 10
+
+
+def test_an_output_that_is_not_kept_gives_its_memory_back():
+    net = nn.Sequential(nn.Identity())
+
+    def keeps(output):
+        if output[0] == 1:
+            raise KeyError("it fails")
+        return output[0] == 5
+
+    [layer], made, recording = gathered(net, room=100, keeps=keeps)
+    run(net, recording, 6)
+    assert [(capture.batch, capture.in_memory) for capture in made.of(layer)] == [(5, True)]
 
 
 def test_forwards_that_do_not_count_leave_nothing():

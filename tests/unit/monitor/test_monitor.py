@@ -804,9 +804,11 @@ def test_a_condition_of_a_subclass_says_which_outputs_are_captured(tmp_path):
             monitor.set_batch_idx(batch)
             model(torch.full((3,), value))
         assert list(monitor.single_data["0"]["data"]) == [(1, 1)]
+        monitor._custom_condition = lambda output: False  # as a hook that asks self for it would see
+        model(torch.full((3,), 9.0))
         assert monitor.single_data["0"]["data"][1, 1].tolist() == [2.0] * 3
         assert monitor.epoch_data == {}
-        assert len(list(monitor.run.records())) == 2  # the run has them all
+        assert len(list(monitor.run.records())) == 3  # the run has them all
 
 
 def test_a_hook_function_of_a_subclass_is_refused_because_nobody_would_call_it(tmp_path):
