@@ -20,10 +20,6 @@ from torch import nn
 import layerscope as ls
 from cli import conftest
 from faults.calls import CHANGING, READING, Calls, fail_at, nothing
-from layerscope.errors import LayerscopeError
-from layerscope.store.address import LocalFolder
-from layerscope.store.merging import merge
-from layerscope.store.segment import Sealed
 
 NAMES = (*CHANGING, *READING, "read", "pread", "stat", "scandir")
 STEPS = 3
@@ -226,36 +222,6 @@ def test_recover(long, tmp_path, plain, things, cli):
             assert assert_right(path, found) == len(found)
             assert ls.open_run(path).state == "recovered"
             shutil.rmtree(path)
-
-
-@SHORT_AND_LONG
-def test_merge(long, tmp_path, plain, things):
-    """What a run elsewhere does with its small segments; the two that it merges stay as they are."""
-    folder = tmp_path / "rank-00000"
-    shutil.copytree(things / "run" / "rank-00000", folder)
-    before = contents(folder)
-
-    def merged():
-        files = LocalFolder(folder)
-        sources = [Sealed(files, each) for each in sorted(before) if each.endswith(".safetensors")]
-        return merge(sources, folder, tmp_path / "out.safetensors", names=["a"])
-
-    assert merged()
-    whole = contents(tmp_path / "out.safetensors")
-    with calls(nothing) as counted:
-        merged()
-    failed = 0
-    for error, half in ERRORS:
-        for at in every(counted.count, long):
-            try:
-                with calls(fail_at(at, error, half=half)):
-                    merged()
-            except (OSError, LayerscopeError):
-                failed += 1
-            else:
-                assert contents(tmp_path / "out.safetensors") == whole
-            assert contents(folder) == before
-    assert failed == 2 * len(list(every(counted.count, long)))
 
 
 @pytest.mark.parametrize("lacking", [["replace", "rename"], ["ftruncate"], ["posix_fallocate"], ["link"], ["preadv"]])

@@ -155,10 +155,10 @@ def test_steps_without_end_from_threads_and_coroutines_leave_nothing_behind(step
     """In the long form each turn fills a segment, so that as much of the next is held after each."""
     model, x, held = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Tanh()), torch.ones(2, 4), []
     with ThreadPoolExecutor(8) as pool, ls.record(model, "**", to=tmp_path / "run", keep="summary") as rec:
-        for turn in range(20):
-            for each in [pool.submit(model, x) for _ in range(steps // 40)]:
+        for turn in range(25):
+            for each in [pool.submit(model, x) for _ in range(steps // 50)]:
                 each.result()
-            served(model, x, steps // 40)
+            served(model, x, steps // 50)
             rec.flush()
             gc.collect()
             held.append((resident(), len(gc.get_objects())))
