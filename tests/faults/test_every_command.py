@@ -9,6 +9,7 @@ import _pyio
 import builtins
 import contextlib
 import errno
+import gc
 import io
 import os
 import shutil
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import layerscope as ls
+from asserts import left_open
 from cli import conftest
 from faults.calls import CHANGING, READING, Calls, fail_at, nothing
 
@@ -159,7 +161,7 @@ def check_command(words, name, tmp_path, cli, long):
     whole = held(target)
     with calls(nothing) as counted:
         assert cli(*words).code == 0
-    failed = 0
+    failed, since = 0, left_open()
     for error, half in ERRORS:
         for at in every(counted.count, long):
             shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
@@ -180,6 +182,8 @@ def check_command(words, name, tmp_path, cli, long):
                 assert contents(target) == before
             assert leftovers(tmp_path) == {name}
     assert failed > 0
+    gc.collect()
+    assert since() == ([], [])
 
 
 def held(path):
