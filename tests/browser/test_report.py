@@ -342,3 +342,20 @@ def test_a_tree_of_ten_thousand_lines_closes_too(look, tmp_path):
     assert "layer1" in first.nth(3).inner_text()
     page.get_by_role("button", name="what is inside model").click()
     assert page.locator("tbody tr").count() == 3  # the model, and the room above and below it
+
+
+JUPYTER = """<style>  /* as JupyterLab 4 and nbconvert have it */
+.jp-RenderedHTMLCommon tbody tr:nth-child(odd) { background: #fff; }
+:not(.jp-RenderedMarkdown).jp-RenderedHTMLCommon td { text-align: right; }
+.jp-RenderedHTMLCommon td { padding: 0.5em; white-space: normal; vertical-align: middle; max-width: none; }
+</style><main class="jp-RenderedHTMLCommon"><div class="jp-RenderedHTMLCommon jp-RenderedHTML">"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_notebooks_own_style_makes_no_table_unreadable(look, tmp_path, scheme):
+    to = tmp_path / "book.html"
+    to.write_text(f"<!doctype html><meta charset=utf-8>{JUPYTER}{html.fragment(document('layer'))}</div></main>")
+    page = look(to, scheme=scheme)
+    assert page.evaluate(CONTRAST) == []
+    tree = page.locator("table.tree td:first-child")
+    assert tree.first.evaluate("(cell) => getComputedStyle(cell).textAlign") == "left"

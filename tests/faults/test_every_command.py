@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import errno
 import io
+import os
 import shutil
 
 import pytest
@@ -255,3 +256,25 @@ def test_merge(long, tmp_path, plain, things):
                 assert contents(tmp_path / "out.safetensors") == whole
             assert contents(folder) == before
     assert failed == 2 * len(list(every(counted.count, long)))
+
+
+@pytest.mark.parametrize("lacking", [["replace", "rename"], ["ftruncate"], ["posix_fallocate"], ["link"], ["preadv"]])
+def test_a_file_system_that_lacks_a_call_costs_no_record(lacking, tmp_path, plain):
+    """Mounts of buckets and of other systems know no rename, no truncation, no blocks kept back."""
+    outputs, found = plain
+
+    def refused(number, name, work, args, kwargs):
+        if name in lacking:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        return work(*args, **kwargs)
+
+    with calls(refused):
+        seen, rec = recorded(tmp_path / "run")
+    assert all(map(torch.equal, seen, outputs))
+    if rec is None:
+        assert lacking[0] in ("replace",)
+        return
+    assert rec.completeness.dropped == []
+    assert assert_right(tmp_path / "run", found) == len(found)
+    ls.recover(tmp_path / "run")
+    assert assert_right(tmp_path / "run", found) == len(found)

@@ -26,9 +26,9 @@ from layerscope.runtimes.eager import shared_arguments as shares
 
 # Nothing but what catches everything: to raise in its place is no fault of ours.
 GUARDS = [
-    *(hooks.Hook.failed, gradients.Gradient.failed, ops.OpWatch._begun, ops.OpWatch._look, ops.OpWatch._failed),
+    *(hooks.Hook.failed, gradients.Gradient.failed, ops.OpWatch._begun, ops.OpWatch._tell, ops.OpWatch._failed),
     *(forwards.Forwards._begin, forwards.Forwards._end, forwards.Forwards._failed),
-    *(forwards.Forwards.tell, forwards.Forwards.looked, gradients.Inflow.arrive),
+    *(forwards.Forwards.tell, forwards.Forwards.probed, gradients.Inflow.arrive),
 ]
 OURS = str(Path(ls.__file__).parent)
 

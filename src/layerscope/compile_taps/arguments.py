@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from layerscope.compile_taps.value_forms import Form, Taken, counted, opaque_parts, rebuilt, same
+from layerscope.compile_taps.value_forms import FlatValue, Form, counted, opaque_parts, rebuilt, same
 from layerscope.errors import Unsupported
-
-__all__ = ["Arguments", "split"]
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
 
@@ -53,7 +51,7 @@ class Arguments:
     def of(cls, model: torch.nn.Module, example_inputs: object) -> Arguments:
         """Describe the example; at least one of its arguments must hold a tensor."""
         parameters = _parameters(model)
-        taken = Taken.of(_named(parameters, *split(example_inputs)))
+        taken = FlatValue.of(_named(parameters, *split(example_inputs)))
         if not taken.tensors:
             raise Unsupported("example_inputs holds no tensor; there is nothing to compile the model for.")
         unknown = opaque_parts(taken.form)
@@ -75,7 +73,7 @@ class Arguments:
         for name, form in fields.items():
             if isinstance(name, str) and name not in given and not _holds_tensors(form):
                 given[name] = rebuilt(form, ())
-        taken = Taken.of({name: given[name] for name in [*fields, *given] if name in given})
+        taken = FlatValue.of({name: given[name] for name in [*fields, *given] if name in given})
         if not same(taken.form, self.form):
             raise Unsupported(
                 f"compiled for the arguments {_told(self.form)}; it was called with {_told(taken.form)}. Compile it "
@@ -98,7 +96,7 @@ class Arguments:
 
     def _is_default(self, name: object, value: object) -> bool:
         default = self.defaults.get(name) if isinstance(name, str) else None
-        return default is not None and same(Taken.of(value).form, default)
+        return default is not None and same(FlatValue.of(value).form, default)
 
 
 def _parameters(model: torch.nn.Module) -> tuple[str, ...]:
@@ -112,7 +110,7 @@ def _parameters(model: torch.nn.Module) -> tuple[str, ...]:
 
 def _defaults(model: torch.nn.Module) -> dict[str, Form]:
     parameters = inspect.signature(model.forward).parameters.values()
-    forms = {each.name: Taken.of(each.default).form for each in parameters if each.default is not each.empty}
+    forms = {each.name: FlatValue.of(each.default).form for each in parameters if each.default is not each.empty}
     return {name: form for name, form in forms.items() if not counted(form) and not opaque_parts(form)}
 
 

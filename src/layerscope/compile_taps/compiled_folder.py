@@ -15,21 +15,20 @@ from typing import Any, NamedTuple
 
 from layerscope.compile_taps.backends import NAMES, Backend, named
 from layerscope.compile_taps.compiled_model import Compiled
-from layerscope.compile_taps.tap_table import NAME, Table
+from layerscope.compile_taps.tap_table import TapTable
 from layerscope.errors import BadModel, LayerscopeError, RunExists, Unsupported
+from layerscope.runtimes.model_files import TAPS
 from layerscope.runtimes.observer_effect import ObserverEffect
-
-__all__ = ["load_compiled", "read_table", "save"]
 
 
 class Saved(NamedTuple):
     """What a folder says of the model in it."""
 
     backend: str
-    table: Table
+    table: TapTable
 
 
-def save(backend: Backend, artefact: Any, table: Table, folder: Path) -> Path:
+def save(backend: Backend, artefact: Any, table: TapTable, folder: Path) -> Path:
     """Write the folder: whole, under its name, or not at all."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunExists(f"{str(folder)!r} is there already, and is not empty; save to another folder, or remove it.")
@@ -56,7 +55,7 @@ def save(backend: Backend, artefact: Any, table: Table, folder: Path) -> Path:
     return folder
 
 
-def _write(backend: Backend, artefact: Any, table: Table, folder: Path) -> None:
+def _write(backend: Backend, artefact: Any, table: TapTable, folder: Path) -> None:
     try:
         backend.save(artefact, folder)
     except (LayerscopeError, OSError):
@@ -68,7 +67,7 @@ def _write(backend: Backend, artefact: Any, table: Table, folder: Path) -> None:
             "backend for a file: 'export', 'onnx', 'aoti' or 'torchscript'."
         ) from error
     kind = backend.NAME if backend.NAME in NAMES else "torchscript"
-    (folder / NAME).write_text(table.dumps(backend=kind), "utf-8")
+    (folder / TAPS).write_text(table.dumps(backend=kind), "utf-8")
     folder.chmod(0o755)
 
 
@@ -83,18 +82,18 @@ def read_table(path: str | Path) -> Saved:
     """Return what a folder says of the model saved there: the name of its backend, and the table of its taps."""
     folder = Path(path)
     try:
-        text = (folder / NAME).read_text("utf-8")
+        text = (folder / TAPS).read_text("utf-8")
     except (OSError, ValueError) as error:
         raise BadModel(
-            f"{str(path)!r} holds no compiled model: {NAME} cannot be read ({type(error).__name__}). "
+            f"{str(path)!r} holds no compiled model: {TAPS} cannot be read ({type(error).__name__}). "
             "Give the folder that `compiled.save(folder)` wrote; a bare .pt, .pt2 or .onnx file goes to record()."
         ) from error
     try:
-        name, table = Table.loads(text)
+        name, table = TapTable.loads(text)
     except BadModel as error:
         raise BadModel(f"{str(path)!r} holds no compiled model: {error}") from error
     if name not in NAMES:
-        raise BadModel(f"{str(folder / NAME)!r} names the backend {name!r}; there are {', '.join(NAMES)}.")
+        raise BadModel(f"{str(folder / TAPS)!r} names the backend {name!r}; there are {', '.join(NAMES)}.")
     return Saved(name, table)
 
 

@@ -18,16 +18,15 @@ import torch
 
 from layerscope.compile_taps.backends import Backend, Mismatch, sized
 from layerscope.compile_taps.hidden_states import remember
-from layerscope.compile_taps.tap_table import NAME, Table, TapEntry
-from layerscope.compile_taps.value_forms import Taken, rebuilt
+from layerscope.compile_taps.tap_table import TapEntry, TapTable
+from layerscope.compile_taps.value_forms import FlatValue, rebuilt
 from layerscope.errors import BadModel, Incomplete, Unsupported
+from layerscope.runtimes.model_files import TAPS
 from layerscope.runtimes.observer_effect import Observer, ObserverEffect
 from layerscope.store import Missing
 
 if TYPE_CHECKING:
     from layerscope.compile_taps.watch_taps import Watching
-
-__all__ = ["PRECISE", "Compiled", "Source", "weights_of"]
 
 Weights = tuple[tuple[int | None, str], ...]
 PRECISE = "it rounds where the source does (precision_faithful=True)"
@@ -37,7 +36,7 @@ _CHANGED = ObserverEffect(reason="not measured: the model's weights changed betw
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceModel:
     """What a compiled model was made from, where it was made here: the model, and how to compile it untapped.
 
     `weights` are those it was compiled with; where they are others by then, the untapped one would be another model.
@@ -79,10 +78,10 @@ class Compiled:
         self,
         backend: Backend,
         artefact: Any,
-        table: Table,
+        table: TapTable,
         *,
         classes: Mapping[str, type] | None = None,
-        source: Source | None = None,
+        source: SourceModel | None = None,
         observer_effect: ObserverEffect | None = None,
     ) -> None:
         self.table = table
@@ -140,7 +139,7 @@ class Compiled:
         return [] if taps is None else list(zip(self.table.taps, taps, strict=True))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph, whoever records the object; the first time, the untapped one before it."""
+        """Run the graph, without any recording of the object; the first time, the untapped one before it."""
         if self.source is None:  # what was loaded says its effect from the start
             return self.run_unmeasured(*args, **kwargs)
         self._forget()
@@ -194,7 +193,7 @@ class Compiled:
             raise self._mismatch(error, tensors) from error.__cause__
         if self.source is None and len(made) != count + len(self.table.taps):
             raise BadModel(
-                f"the graph gives {len(made)} tensors, and its {NAME} tells of {count + len(self.table.taps)}: they "
+                f"the graph gives {len(made)} tensors, and its {TAPS} tells of {count + len(self.table.taps)}: they "
                 "were not saved together; save the model again."
             )
         return rebuilt(self.table.output, made[:count], self._classes), made[count:]
@@ -212,4 +211,4 @@ class Compiled:
         if self.table.logits is None:
             return None
         place, at = self.table.logits
-        return taps[at] if place == "tap" else Taken.of(value).tensors[at]
+        return taps[at] if place == "tap" else FlatValue.of(value).tensors[at]

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 
 from layerscope.compile_taps.backends import Backend, Made, named
-from layerscope.compile_taps.compiled_model import PRECISE, Compiled, Source, weights_of
+from layerscope.compile_taps.compiled_model import PRECISE, Compiled, SourceModel, weights_of
 from layerscope.compile_taps.computed_numbers import checked, is_computed
 from layerscope.compile_taps.survey import Survey, surveyed
-from layerscope.compile_taps.tap_table import Table
+from layerscope.compile_taps.tap_table import TapTable
 from layerscope.compile_taps.tapped_model import Tapped, flattened
 from layerscope.compile_taps.value_forms import opaque_parts, rebuilt, tensors_of
 from layerscope.errors import LayerscopeError, Unsupported
@@ -25,8 +25,6 @@ from layerscope.log import log
 from layerscope.patterns import Pattern
 from layerscope.runtimes.observer_effect import NO_TAPS, SKIPPED, ObserverEffect, measures
 from layerscope.runtimes.snapshot import restored
-
-__all__ = ["compile"]
 
 _ROUNDING = ("inductor", "aoti")
 
@@ -82,7 +80,7 @@ def compile(
         made.artefact,
         survey.table.noting(*made.notes, *left_out, *([PRECISE] if precision_faithful else ())),
         classes=survey.classes,
-        source=Source(model, untapped, None if chosen.LIVE or unmeasured else weights_of(model)),
+        source=SourceModel(model, untapped, None if chosen.LIVE or unmeasured else weights_of(model)),
         observer_effect=unmeasured,
     )
 
@@ -139,7 +137,7 @@ def _returnable(survey: Survey, model: torch.nn.Module, backend: str) -> Survey:
     return survey._replace(table=replace(table, output=output))
 
 
-def _left_out(table: Table) -> list[str]:
+def _left_out(table: TapTable) -> list[str]:
     kinds = dict.fromkeys(opaque_parts(table.output))
     return [f"the model returns a {kind}, which a compiled graph cannot: it is left out" for kind in kinds]
 

@@ -17,10 +17,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from layerscope.compile_taps.arguments import Arguments
 from layerscope.compile_taps.tapped_model import copied
-from layerscope.compile_taps.value_forms import Form, Taken, opaque_parts, same
+from layerscope.compile_taps.value_forms import FlatValue, Form, opaque_parts, same
 from layerscope.runtimes.snapshot import restored
-
-__all__ = ["checked", "is_computed"]
 
 _COMPUTED = "computed "
 
@@ -50,7 +48,7 @@ def _seen_without_values(model: torch.nn.Module, arguments: Arguments, tensors: 
             for held in tensors_held:
                 held.update({name: mode.from_tensor(each) for name, each in held.items() if each is not None})
         args, kwargs = arguments.call([_of_any_size(mode, tensor) for tensor in tensors])
-        return Taken.of(own(*args, **kwargs)).form
+        return FlatValue.of(own(*args, **kwargs)).form
 
 
 def _of_any_size(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

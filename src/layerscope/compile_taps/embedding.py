@@ -15,8 +15,6 @@ import torch
 from layerscope.points import Point
 from layerscope.runtimes.values import leaves
 
-__all__ = ["Embedding", "Makers", "Seen", "is_plain"]
-
 
 class Embedding(NamedTuple):
     """A point, and which call of it: an encoder and a decoder may share one embedding."""
@@ -25,7 +23,7 @@ class Embedding(NamedTuple):
     call: int
 
 
-class Seen(NamedTuple):
+class TensorState(NamedTuple):
     """A tensor as it was when it was seen; it is kept alive, so that its memory is not used again."""
 
     tensor: torch.Tensor
@@ -33,12 +31,12 @@ class Seen(NamedTuple):
     version: int | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Seen:
+    def of(cls, tensor: torch.Tensor) -> TensorState:
         """Look at a tensor now; those of inference mode do not tell when they are changed."""
         lies = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if is_plain(tensor) else (id(tensor),)
         return cls(tensor, lies, None if tensor.is_inference() else tensor._version)
 
-    def is_same(self, other: Seen) -> bool:
+    def is_same(self, other: TensorState) -> bool:
         """Tell whether both are the same memory, and nothing wrote into it in between."""
         return (self.lies, self.version) == (other.lies, other.version)
 
@@ -54,12 +52,12 @@ class Makers:
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
-        self._made: list[tuple[Embedding, Seen]] = []
+        self._made: list[tuple[Embedding, TensorState]] = []
 
     def gave(self, name: str, value: object) -> None:
         """Note what a call of a module returned."""
         for leaf, tensor in leaves(value):
-            self._made.append((Embedding(Point(name, "output", leaf), self._calls[name]), Seen.of(tensor)))
+            self._made.append((Embedding(Point(name, "output", leaf), self._calls[name]), TensorState.of(tensor)))
         self._calls[name] += 1
 
     def of(self, tensor: torch.Tensor) -> Embedding | None:
@@ -67,7 +65,7 @@ class Makers:
 
         Of several modules that pass it on (a dropout in an embedding), the outermost counts.
         """
-        now = Seen.of(tensor)
+        now = TensorState.of(tensor)
         makers = [maker for maker, made in self._made if made.is_same(now)]
         return min(makers, key=lambda maker: maker.point.name.count("."), default=None)
 

@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerscope.compile_taps.embedding import Embedding, Makers, Seen, is_plain
+from layerscope.compile_taps.embedding import Embedding, Makers, TensorState, is_plain
 from layerscope.compile_taps.tapped_model import copied
 from layerscope.points import Leaf, Point
 from layerscope.runtimes.eager import modules_of
 from layerscope.runtimes.values import argument_leaves, leaves
-
-__all__ = ["OTHERS", "Way", "followed"]
 
 OWN, COPY, OTHERS = range(3)
 
@@ -64,7 +62,7 @@ class _Follower:
         self._makers = Makers()
         self._waiting = set(lists)
         self._arrived: dict[str, list[tuple[torch.Tensor, Embedding]]] = {}
-        self._last: dict[str, tuple[str, list[Seen]]] = {}
+        self._last: dict[str, tuple[str, list[TensorState]]] = {}
 
     def is_inside_a_block(self, name: str) -> bool:
         above = list(accumulate(name.split("."), "{}.{}".format))[:-1]
@@ -102,8 +100,8 @@ class _Follower:
             if not self._waiting:
                 self._makers.forget()
         before, seen = self._last.get(listed, (name, []))
-        now = [Seen.of(tensor) for _, tensor in given]
-        if before != name and len(now) == len(seen) and all(map(Seen.is_same, now, seen)):
+        now = [TensorState.of(tensor) for _, tensor in given]
+        if before != name and len(now) == len(seen) and all(map(TensorState.is_same, now, seen)):
             self.way.beside.add(listed)
         self._last[listed] = (name, now)
 

@@ -16,8 +16,6 @@ from layerscope.compile_taps.forward_order import OTHERS, Way
 from layerscope.compile_taps.stack import Stack
 from layerscope.runtimes.eager import modules_of
 
-__all__ = ["head_of"]
-
 _HEADS = ("lm_head", "embed_out", "output_projection")
 
 

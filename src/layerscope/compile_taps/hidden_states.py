@@ -10,8 +10,6 @@ import threading
 
 import torch
 
-__all__ = ["get_layer_hidden_states", "remember"]
-
 
 class _Last(threading.local):
     states: list[torch.Tensor] | None = None

@@ -18,8 +18,6 @@ from layerscope.patterns import Pattern, Place, select, split
 from layerscope.points import Point
 from layerscope.runtimes import eager
 
-__all__ = ["Asked", "asked"]
-
 
 class Asked(NamedTuple):
     """The points, and of which layers only the hidden states are meant, the first tensor of what they return."""

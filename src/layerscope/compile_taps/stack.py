@@ -19,8 +19,6 @@ from layerscope.compile_taps.embedding import Embedding
 from layerscope.compile_taps.forward_order import Way
 from layerscope.runtimes.eager import modules_of
 
-__all__ = ["Stack", "lists_of", "stack_of"]
-
 
 class Stack(NamedTuple):
     """The layers as they are listed, those that ran in the order they did, and what the first of these was given."""

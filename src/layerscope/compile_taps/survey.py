@@ -22,17 +22,15 @@ from layerscope.compile_taps.forward_order import followed
 from layerscope.compile_taps.head import head_of
 from layerscope.compile_taps.layer_points import asked
 from layerscope.compile_taps.stack import Stack, lists_of, stack_of
-from layerscope.compile_taps.tap_table import Table, TapEntry
-from layerscope.compile_taps.tapped_model import Look, Tapped
+from layerscope.compile_taps.tap_table import TapEntry, TapTable
+from layerscope.compile_taps.tapped_model import Tapped, TappedTensor
 from layerscope.compile_taps.uses import used_without_a_call
-from layerscope.compile_taps.value_forms import Form, Taken
+from layerscope.compile_taps.value_forms import FlatValue, Form
 from layerscope.errors import NothingRecorded
 from layerscope.points import Point
 from layerscope.runtimes import eager
 from layerscope.runtimes.snapshot import restored
 from layerscope.store import Missing
-
-__all__ = ["Survey", "surveyed"]
 
 _FUNCTIONALLY = "called functionally: its weights are used without calling it"
 
@@ -41,7 +39,7 @@ class Survey(NamedTuple):
     """The tapped model, what is known of it, the tensors it was tried with, and the classes of what it returns."""
 
     tapped: Tapped
-    table: Table
+    table: TapTable
     example: tuple[torch.Tensor, ...]
     classes: dict[str, type]
 
@@ -57,25 +55,25 @@ def surveyed(model: nn.Module, example_inputs: object, *, record: Any) -> Survey
         along = [point for point in (embedding and embedding.point, head and Point(head)) if point]
         tapped = Tapped(model, dict.fromkeys([*wanted.points, *along]))
         with restored(tapped):
-            value, looks, ran = _tried(tapped, args, kwargs)
+            value, taken, ran = _tried(tapped, args, kwargs)
             never_called = {point.name for point in wanted.points} - ran
             used = used_without_a_call(tapped.model, never_called, args, kwargs)
-    taken = Taken.of(value)
-    logits = _in_output(taken.form) if wanted.points else None
+    flat = FlatValue.of(value)
+    logits = _in_output(flat.form) if wanted.points else None
     unasked = {head} - {point.name for point in wanted.points} if logits else set()
-    needed = [look for look in _states_alone(looks, wanted.states_alone) if look.name not in unasked]
-    if len(needed) < len(looks):
-        looks, tapped = needed, Tapped(model, dict.fromkeys(look.point for look in needed))
-    taps = _entries(looks)
-    start, states = _hidden(taps, looks, wanted.points, layers, embedding)
-    missing = _missing(tapped.model, wanted.points, looks, never_called, used)
+    needed = [one for one in _states_alone(taken, wanted.states_alone) if one.name not in unasked]
+    if len(needed) < len(taken):
+        taken, tapped = needed, Tapped(model, dict.fromkeys(one.point for one in needed))
+    taps = _entries(taken)
+    start, states = _hidden(taps, taken, wanted.points, layers, embedding)
+    missing = _missing(tapped.model, wanted.points, taken, never_called, used)
     if missing and len(missing) == len(wanted.points):
         raise NothingRecorded(f"none of the taps fires: {missing[0].point}: {missing[0].reason}.")
-    table = Table(
+    table = TapTable(
         points=tuple(map(str, wanted.points)),
         arguments=arguments,
-        output=taken.form,
-        outputs=len(taken.tensors),
+        output=flat.form,
+        outputs=len(flat.tensors),
         taps=tuple(taps),
         hidden=tuple(start + states),
         embedded=bool(start),
@@ -83,7 +81,7 @@ def surveyed(model: nn.Module, example_inputs: object, *, record: Any) -> Survey
         missing=tuple(missing),
         notes=(stack.disorder,) if stack and stack.disorder else (),
     )
-    return Survey(tapped, table, tuple(arguments.tensors(args, kwargs)), taken.classes)
+    return Survey(tapped, table, tuple(arguments.tensors(args, kwargs)), flat.classes)
 
 
 def _found(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Stack | None, str | None]:
@@ -95,37 +93,37 @@ def _found(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     return stack, head_of(model, stack, way)
 
 
-def _tried(tapped: Tapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Look], set[str]]:
+def _tried(tapped: Tapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[TappedTensor], set[str]]:
     """Run the tapped model; return its value, what the taps took, and which modules ran."""
     ran: set[str] = set()
     with ExitStack() as stack:
         for name, module in eager.modules_of(tapped.model).by_name.items():
             stack.callback(module.register_forward_hook(lambda *_, name=name: ran.add(name)).remove)
-        value, looks = tapped.looked(*args, **kwargs)
-    return value, looks, ran
+        value, taken = tapped.named(*args, **kwargs)
+    return value, taken, ran
 
 
-def _states_alone(looks: list[Look], alone: frozenset[str]) -> list[Look]:
+def _states_alone(taken: list[TappedTensor], alone: frozenset[str]) -> list[TappedTensor]:
     """Leave out what a layer returns beside its hidden states, where only those are meant."""
-    states = {look.name: look.leaf for look in reversed(looks) if _is_state(look, alone)}
-    return [look for look in looks if look.side != "output" or look.leaf == states.get(look.name, look.leaf)]
+    states = {one.name: one.leaf for one in reversed(taken) if _is_state(one, alone)}
+    return [one for one in taken if one.side != "output" or one.leaf == states.get(one.name, one.leaf)]
 
 
-def _is_state(look: Look, layers: Collection[str]) -> bool:
-    return look.name in layers and look.side == "output" and look.tensor.is_floating_point()
+def _is_state(one: TappedTensor, layers: Collection[str]) -> bool:
+    return one.name in layers and one.side == "output" and one.tensor.is_floating_point()
 
 
-def _entries(looks: list[Look]) -> list[TapEntry]:
+def _entries(taken: list[TappedTensor]) -> list[TapEntry]:
     calls: Counter[Point] = Counter()
     entries = []
-    for look in looks:
-        entries.append(TapEntry(str(look.point), calls[look.point]))
-        calls[look.point] += 1
+    for one in taken:
+        entries.append(TapEntry(str(one.point), calls[one.point]))
+        calls[one.point] += 1
     return entries
 
 
 def _hidden(
-    taps: list[TapEntry], looks: list[Look], wanted: list[Point], layers: list[str], embedding: Embedding | None
+    taps: list[TapEntry], taken: list[TappedTensor], wanted: list[Point], layers: list[str], embedding: Embedding | None
 ) -> tuple[list[int], list[int]]:
     """Tell which tap is the embedding, and which ones are what each tapped layer gives first.
 
@@ -133,10 +131,10 @@ def _hidden(
     """
     start = [at for at, tap in enumerate(taps) if embedding and tap == TapEntry(str(embedding.point), embedding.call)]
     states: dict[tuple[str, int], int] = {}
-    for at, (tap, look) in enumerate(zip(taps, looks, strict=True)):
-        if _is_state(look, layers):
-            states.setdefault((look.name, tap.call), at)
-    asked_for = [at for at, look in enumerate(looks) if any(_is_under(look.point, point) for point in wanted)]
+    for at, (tap, one) in enumerate(zip(taps, taken, strict=True)):
+        if _is_state(one, layers):
+            states.setdefault((one.name, tap.call), at)
+    asked_for = [at for at, one in enumerate(taken) if any(_is_under(one.point, point) for point in wanted)]
     return start, list(states.values()) or [at for at in asked_for if at not in start]
 
 
@@ -153,9 +151,9 @@ def _of_head(taps: list[TapEntry], head: str | None) -> tuple[str, int] | None:
 
 
 def _missing(
-    model: nn.Module, wanted: list[Point], looks: list[Look], never_called: set[str], used: set[str]
+    model: nn.Module, wanted: list[Point], taken: list[TappedTensor], never_called: set[str], used: set[str]
 ) -> list[Missing]:
-    silent = [point for point in wanted if not any(_is_under(look.point, point) for look in looks)]
+    silent = [point for point in wanted if not any(_is_under(one.point, point) for one in taken)]
     why = eager.why_silent(model, never_called) | dict.fromkeys(used, _FUNCTIONALLY)
     return [Missing(str(p), why.get(p.name, f"it ran, and its {p.side} holds no such tensor")) for p in silent]
 

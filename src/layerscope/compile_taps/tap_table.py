@@ -1,6 +1,6 @@
 """What is known of a compiled model: how it is called, what it returns, which output is which tap.
 
-    table = Table.loads(Path("compiled/taps.json").read_text())
+    table = TapTable.loads(Path("compiled/taps.json").read_text())
     table.taps[3].point             # "model.layers.2:output"
 
 It is stored beside the compiled graph, which knows its outputs by number alone.
@@ -15,10 +15,8 @@ from layerscope.compile_taps.arguments import Arguments
 from layerscope.compile_taps.value_forms import Form, counted
 from layerscope.errors import BadModel
 from layerscope.points import Point
-from layerscope.runtimes.model_files import TAPS as NAME
+from layerscope.runtimes.model_files import TAPS
 from layerscope.store import Missing, strictjson
-
-__all__ = ["NAME", "Table", "TapEntry"]
 
 FORMAT, VERSION = "layerscope-compiled", 1
 
@@ -39,7 +37,7 @@ class TapEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TapTable:
     """What one compilation knows; `points` were asked for, `taps` fire, `missing` do not.
 
     `hidden` numbers the taps that are the hidden states, the embedding first where `embedded`; `logits` says whether
@@ -63,7 +61,7 @@ class Table:
         """The arguments that the model is called with; those that are part of what was compiled are not among them."""
         return tuple(str(name) for name, form in self.arguments.form["fields"] if "value" not in form)
 
-    def noting(self, *notes: str) -> Table:
+    def noting(self, *notes: str) -> TapTable:
         """Return the table with more to say."""
         return replace(self, notes=(*self.notes, *notes))
 
@@ -73,7 +71,7 @@ class Table:
         return strictjson.dumps(said, indent=1) + "\n"
 
     @classmethod
-    def loads(cls, text: str) -> tuple[str, Table]:
+    def loads(cls, text: str) -> tuple[str, TapTable]:
         """Read a table back, with the name of its backend; raises BadModel for what is none."""
         try:
             said: Any = strictjson.loads(text)
@@ -98,10 +96,10 @@ class Table:
             return str(said["backend"]), table
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             said = str(error).rstrip(".")
-            raise BadModel(f"{NAME} is not a table of taps that this layerscope reads: {said}.") from error
+            raise BadModel(f"{TAPS} is not a table of taps that this layerscope reads: {said}.") from error
 
 
-def _check(table: Table) -> None:
+def _check(table: TapTable) -> None:
     """Raise ValueError for a table that names what it has not: its graph would be read by wrong numbers."""
     if table.arguments.form.get("is") != "dict" or "fields" not in table.arguments.form:
         raise ValueError("its arguments have no names")

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from layerscope.compile_taps.arguments import Arguments
-from layerscope.compile_taps.value_forms import Taken
+from layerscope.compile_taps.value_forms import FlatValue
 from layerscope.errors import Unsupported
 from layerscope.points import Leaf, Point, Side
 from layerscope.runtimes.eager import modules_of
-from layerscope.runtimes.values import argument_leaves, leaves
-
-__all__ = ["Flat", "Look", "Tapped", "alone", "copied", "flattened"]
+from layerscope.runtimes.traced_hooks import TracedHook, TracedValues, alone
 
 
-class Look(NamedTuple):
+class TappedTensor(NamedTuple):
     """What a tap took: one leaf of what a module was given, or gave."""
 
     name: str
@@ -40,71 +37,43 @@ class Look(NamedTuple):
         return Point(self.name, self.side, self.leaf)
 
 
-class _Slot:
-    """Where the taps of the forward under way put what they take; None between forwards."""
-
-    def __init__(self) -> None:
-        self.looks: list[Look] | None = None
-
-
-class _Hook:
-    """Copies what is wanted before anything changes it in place; returns None, for a value would take its place."""
-
-    def __init__(self, slot: _Slot, name: str, wanted: list[Leaf]) -> None:
-        self.slot = slot
-        self.name = name
-        self.wanted = wanted
-
-    def take(self, side: Side, found: list[tuple[Leaf, torch.Tensor]]) -> None:
-        if self.slot.looks is not None:
-            for leaf, tensor in found:
-                if any(leaf[: len(above)] == above for above in self.wanted):
-                    self.slot.looks.append(Look(self.name, side, leaf, tensor.clone()))
-
-
-class _Before(_Hook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.take("input", argument_leaves(args, kwargs))
-
-
-class _After(_Hook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: object) -> None:
-        self.take("output", leaves(value))
-
-
 class Tapped(nn.Module):
     """Calls the model, and returns its value and what the taps took."""
 
     def __init__(self, model: nn.Module, points: Iterable[Point]) -> None:
         super().__init__()
         self.model = copied(model)
-        self._slot = _Slot()
+        self._values = TracedValues()
         self.training = model.training  # and every part keeps its own mode: a frozen norm in a model that trains
         by_name = modules_of(self.model).by_name
         wanted: dict[tuple[str, Side], list[Leaf]] = {}
         for point in points:
             wanted.setdefault((point.name, point.side), []).append(point.leaf)
         for (name, side), asked in wanted.items():
-            if side == "input":
-                by_name[name].register_forward_pre_hook(_Before(self._slot, name, asked), with_kwargs=True)
-            else:
-                by_name[name].register_forward_hook(_After(self._slot, name, asked), with_kwargs=True)
+            module, hook = by_name[name], TracedHook(self._values, name, side, asked)
+            register: Any = module.register_forward_pre_hook if side == "input" else module.register_forward_hook
+            register(hook, with_kwargs=True)
 
-    def looked(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Look]]:
+    def named(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TappedTensor]]:
         """Call the model as it is, and return its value and what each tap took, with its name."""
-        looks: list[Look] = []
-        self._slot.looks = looks
         try:
-            return self.model(*args, **kwargs), looks
+            value, told = self._called(args, kwargs)
         finally:
-            self._slot.looks = None
+            self._values.told = None
+        return value, [
+            TappedTensor(hook.name, hook.side, leaf, tensor) for hook, found in told for leaf, tensor in found
+        ]
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Call the model; the tensors come in the order in which `looked` has them."""
-        self._slot.looks = []
+        """Call the model; the tensors come in the order in which `named` has them."""
+        value, told = self._called(args, kwargs)
+        return value, [tensor for _, found in told for _, tensor in found]
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+        self._values.told = []
         value = self.model(*args, **kwargs)
-        looks, self._slot.looks = self._slot.looks, None
-        return value, [look.tensor for look in looks]
+        told, self._values.told = self._values.told, None
+        return value, told
 
 
 class Flat(nn.Module):
@@ -120,23 +89,13 @@ class Flat(nn.Module):
         """Call the model by the arguments it was compiled for."""
         args, kwargs = self.arguments.call(list(tensors))
         value, taps = self.tapped(*args, **kwargs)
-        return (*Taken.of(value).tensors, *taps)
+        return (*FlatValue.of(value).tensors, *taps)
 
 
 def flattened(tapped: Tapped, arguments: Arguments) -> Flat:
     """Return the flat form, of a class of its own: compilers keep what they made by code object."""
     kind: type[Flat] = type("Flat", (Flat,), {"forward": alone(Flat.forward), "__module__": __name__})
     return kind(tapped, arguments)
-
-
-def alone(function: Any) -> Any:
-    """Return a function with a code object of its own.
-
-    torch.compile keeps what it made by code object, and does not notice hooks: a tapped model would run what was
-    compiled for an untapped one, and no tap would fire.
-    """
-    own = function.__code__.replace()
-    return FunctionType(own, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 from layerscope.runtimes.eager import modules_of
 from layerscope.runtimes.values import argument_leaves
 
-__all__ = ["used_without_a_call"]
-
 
 class _Uses(TorchFunctionMode):
     """Notes the owners of the weights that operations are given."""

@@ -1,6 +1,6 @@
 """What a nested value looks like without its tensors, as JSON has it; and the value made again from other tensors.
 
-    taken = Taken.of(CausalLMOutput(logits=x))
+    taken = FlatValue.of(CausalLMOutput(logits=x))
     taken.tensors                       # [x], in the order of `leaves`
     rebuilt(taken.form, [y])            # CausalLMOutput(logits=y)
 
@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-
-__all__ = ["Form", "LeftOut", "Taken", "counted", "opaque_parts", "rebuilt", "same", "tensors_of"]
 
 Form = dict[str, Any]
 
@@ -66,7 +64,7 @@ class LeftOut:
     __hash__ = object.__hash__
 
 
-class Taken(NamedTuple):
+class FlatValue(NamedTuple):
     """A value taken apart: its form, its tensors in order, and the classes that occur in it by their text."""
 
     form: Form
@@ -74,7 +72,7 @@ class Taken(NamedTuple):
     classes: dict[str, type]
 
     @classmethod
-    def of(cls, value: object) -> Taken:
+    def of(cls, value: object) -> FlatValue:
         """Take a value apart; the tensors come in the order in which `values.leaves` walks it."""
         taken = cls({}, [], {})
         form = _form(value, taken, ())
@@ -137,7 +135,7 @@ def _numbers(form: Any) -> list[int]:
     return [number for part in _inside(form) for number in _numbers(part)]
 
 
-def _form(value: object, taken: Taken, above: tuple[object, ...]) -> Form:
+def _form(value: object, taken: FlatValue, above: tuple[object, ...]) -> Form:
     if isinstance(value, torch.Tensor):
         taken.tensors.append(value)
         return {"tensor": len(taken.tensors) - 1}

@@ -24,8 +24,6 @@ from layerscope.runtimes.observer_effect import NOT_CALLED, SKIPPED
 from layerscope.runtimes.runtime import Wanted, Weights
 from layerscope.runtimes.sink import Sink
 
-__all__ = ["LOGITS", "Watching"]
-
 LOGITS = "logits"
 
 

@@ -27,7 +27,7 @@ COLOURS = 8  # of lines, and as many dashes: the ninth has the colour of the fir
 SHADES = 12  # of a heat map
 SIZE = 1000  # of the stretched drawings, either way
 WRITTEN = (12, 64)  # a heat map of at most so many columns and rows has its numbers written in the cells
-MARKED = 64  # a line of at most so many places has a mark at each
+MARKED = 48  # a line of at most so many places has a mark at each
 APART = 1 / 40  # of the width, between two signs of what is not finite
 EVENTS = 8  # that are read at once
 NAME = 30  # characters of a row's name
@@ -95,14 +95,14 @@ def _curves(curves: Curves, data: list[JSON]) -> str:
         on_scale = [v if v is None or v > 0 or not log else None for v in line.values]
         below = [v if v is not None and v <= 0 and log else None for v in line.values]  # no line leads there
         stretched.append(f'<path class="{_stroke(nth)}" d="{_path(on_scale, x, y)}{_path(below, x, y)}"/>')
-        every = many <= MARKED and many * len(lines) <= 8 * MARKED
+        every = many <= MARKED and many * len(lines) <= 10 * MARKED
         for at, value in enumerate(line.values):
             if value is None:
                 continue
             if not math.isfinite(value):
                 if x(at) - crossed >= APART:
                     crossed = x(at)
-                    marks.append(f'<text class="bad cross" x="{crossed:.2%}" y="12" text-anchor="middle">\u2715</text>')
+                    marks.append(f'<text class="bad cross" x="{crossed:.2%}" y="12">\u2715</text>')
             elif below[at] is not None:
                 if every or _ends(below, at):
                     marks.append(f'<circle class="mark hollow c{colour}" cx="{x(at):.2%}" cy="100%" r="3"/>')
@@ -297,7 +297,7 @@ def _short(value: float) -> str:
 
 def _row_names(rows: Sequence[str], height: str, *, every: int) -> str:
     texts = [
-        f'<text x="100%" y="{(at + 0.5) / len(rows):.2%}" dx="-6" dy="4" text-anchor="end">{_named(name, short)}</text>'
+        f'<text x="100%" y="{(at + 0.5) / len(rows):.2%}">{_named(name, short)}</text>'
         for at, (name, short) in enumerate(zip(rows, _shortened(rows, NAME), strict=True))
         if at % every == 0
     ]
@@ -310,10 +310,9 @@ def _column_names(heat: HeatMap) -> str:
         return _x_axis(heat.columns, lambda at: (at + 0.5) / across, heat.across)
     short = _shortened(heat.columns, 16)
     slanted = max(map(len, short)) * across > STRAIGHT
-    kind, anchor = ("slanted", "end") if slanted else ("", "middle")
+    kind = ' class="slanted"' if slanted else ""
     texts = [
-        f'<svg x="{(at + 0.5) / across:.2%}" y="14"><text class="{kind}" text-anchor="{anchor}">'
-        f"{_named(name, short[at])}</text></svg>"
+        f'<svg x="{(at + 0.5) / across:.2%}" y="14"><text{kind}>{_named(name, short[at])}</text></svg>'
         for at, name in enumerate(heat.columns)
     ]
     return f'<svg class="xaxis{" slant" if slanted else ""}" aria-hidden="true">{"".join(texts)}</svg>'
@@ -398,7 +397,7 @@ def _timeline(line: Timeline) -> str:
     for event in line.events:
         at_step.setdefault(event.at, []).append(event)
     marks = [
-        f'<text class="{events[0].tone} cross" x="{x(at):.2%}" y="22" text-anchor="middle">\u25bc'
+        f'<text class="{events[0].tone} cross" x="{x(at):.2%}" y="22">\u25bc'
         f"<title>{quoted(f'{line.unit} {at}: {events[0].text}')}"
         f"{f' and {len(events) - 1} more' if len(events) > 1 else ''}</title></text>"
         for at, events in at_step.items()
@@ -433,9 +432,7 @@ def _at(share: float) -> str:
 
 
 def _y_axis(ticks: Sequence[float], y: _Height, unit: str) -> str:
-    texts = "".join(
-        f'<text x="100%" y="{y(tick):.2%}" dx="-6" dy="4" text-anchor="end">{_tick(tick)}</text>' for tick in ticks
-    )
+    texts = "".join(f'<text x="100%" y="{y(tick):.2%}">{_tick(tick)}</text>' for tick in ticks)
     above = f'<p class="unit">{quoted(unit)}</p>' if unit else ""
     return f'{above}<svg class="yaxis" aria-hidden="true">{texts}</svg>'
 
@@ -447,11 +444,14 @@ def _x_axis(labels: Sequence[str], x: _Place, across: str, *, most: int = AXIS) 
     short = _shortened(labels, LABEL)
     texts = []
     for nth, at in enumerate(shown):
-        anchor = "start" if nth == 0 and x(at) < 0.2 else "end" if nth == len(shown) - 1 and x(at) > 0.8 else "middle"
-        rank = "few" if at in (0, last) or nth * 2 == len(shown) - 1 else "many"
+        kind = ""
+        if at not in (0, last) and nth * 2 != len(shown) - 1:
+            kind = ' class="many"'  # more than a telephone has room for
+        elif not 0.2 <= x(at) <= 0.8:
+            kind = ' class="start"' if nth == 0 else ' class="end"'
         text = _named(labels[at], short[at])
-        texts.append(f'<text class="{rank}" x="{x(at):.2%}" y="18" text-anchor="{anchor}">{text}</text>')
-    below = f'<text x="50%" y="34" text-anchor="middle">{quoted(across)}</text>' if across else ""
+        texts.append(f'<text{kind} x="{x(at):.2%}" y="18">{text}</text>')
+    below = f'<text x="50%" y="34">{quoted(across)}</text>' if across else ""
     return f'<svg class="xaxis" aria-hidden="true">{"".join(texts)}{below}</svg>'
 
 

@@ -30,7 +30,7 @@ def find(model: Any, *, measure: bool = True, precise: bool = False) -> Runtime:
 
     Only libraries that are imported already are asked: what they have not made cannot be theirs. A path is opened
     first; a model that `layerscope.compile` made brings its own runtime. `measure` and `precise` are for those that
-    compile: whether to look what the taps change, and whether to round where the source does.
+    compile: whether to measure what the taps change, and whether to round where the source does.
     """
     model = opened(model)
     runtime = _found(model, measure=measure, precise=precise)

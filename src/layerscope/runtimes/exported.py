@@ -4,7 +4,7 @@
     with watch(program, {"layers.3": {"output"}}, sink) as call:
         call(x)
 
-A program cannot be called; what the block is given can. It is the program's own module with looks planted in its
+A program cannot be called; what the block is given can. It is the program's own module with probes in its
 graph, at the values that each module computed for others (`graph_calls.py`): the tensors are seen as they are made.
 """
 
@@ -24,35 +24,21 @@ from torch.utils import _pytree as pytree
 
 from layerscope.patterns import Place
 from layerscope.points import Side
-from layerscope.runtimes.archives.exports import NAME, NOWHERE, places, refuse
+from layerscope.runtimes.archives.exports import NAME as NAME
+from layerscope.runtimes.archives.exports import NOWHERE, places, refuse
 from layerscope.runtimes.forwards import Forwards, tell
-from layerscope.runtimes.graph_calls import ModuleCall, ScopedNode, module_calls
-from layerscope.runtimes.runtime import Wanted, Weights
+from layerscope.runtimes.graph_calls import GraphCall, ScopedNode, module_calls
+from layerscope.runtimes.runtime import Wanted, Weights, no_notes, no_remark, nothing_shared
 from layerscope.runtimes.sink import Sink
 from layerscope.runtimes.values import leaves
 
-__all__ = ["NAME", "check", "notes", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
+notes, remark, shared = no_notes, no_remark, nothing_shared
 
 
 def points(program: ExportedProgram) -> list[Place]:
     """Return the modules that the program remembers, with the class of those that computed something."""
     named = [entry.fqn for entry in program.module_call_graph if "@" not in entry.fqn]
     return places(named, (list(_stack(node).values()) for node in program.graph.nodes))
-
-
-def notes(program: ExportedProgram) -> dict[str, Any]:
-    """Return nothing: looking changes nothing here."""
-    return {}
-
-
-def remark(program: ExportedProgram) -> str:
-    """Return nothing: the points are the modules that the program remembers."""
-    return ""
-
-
-def shared(program: ExportedProgram) -> dict[str, str]:
-    """Return nothing: a shared module is exported under each name it was called by."""
-    return {}
 
 
 def parameters(program: ExportedProgram) -> list[torch.Tensor]:
@@ -81,11 +67,11 @@ def watch(
     """Tell `sink` what passes the wanted sides of the wanted modules until the block ends."""
     forwards = Forwards(sink)
     plain, tapped = program.module(), program.module()
-    planting = _Planting(forwards, program, tapped.graph)
+    taps = _ProgramTaps(forwards, program, tapped.graph)
     for name in sorted(wanted, key=lambda name: name.count(".")):  # a module is told around those inside it
-        planting.around_module(name, wanted[name])
+        taps.around_module(name, wanted[name])
     if ops is not None:
-        planting.around_ops(ops)
+        taps.around_ops(ops)
     tapped.graph.lint()
     tapped.recompile()
     names = _positional(program, plain)
@@ -112,8 +98,8 @@ def _why_silent(user: str | None) -> str:
     )
 
 
-class _Planting:
-    """Plants looks in the graph of a program's module."""
+class _ProgramTaps:
+    """Puts probes into the graph of a program's module."""
 
     def __init__(self, forwards: Forwards, program: ExportedProgram, graph: Graph) -> None:
         self.forwards = forwards
@@ -147,7 +133,7 @@ class _Planting:
                 self._before(node, partial(self._op_begins, node.name, name, note), given)
                 self._after(node, partial(self._op_ends, node.name, name, note), node)
 
-    def _output(self, name: str, number: int, call: ModuleCall) -> Any:
+    def _output(self, name: str, number: int, call: GraphCall) -> Any:
         """Return what a call gives back: as its signature says, where the program was told to keep it."""
         signature = self.signatures.get(f"{name}@{number}" if number else name)
         if signature is not None:
@@ -156,13 +142,13 @@ class _Planting:
         nodes = [self.by_name[value] for value in call.outputs]
         return nodes[0] if len(nodes) == 1 else tuple(nodes)
 
-    def _before(self, node: Node, look: Callable[[Any], None], value: Any) -> None:
+    def _before(self, node: Node, probe: Callable[[Any], None], value: Any) -> None:
         with self.graph.inserting_before(node):
-            self.graph.call_function(tell, (self.forwards.number, self.forwards.plant(look), value))
+            self.graph.call_function(tell, (self.forwards.number, self.forwards.probe(probe), value))
 
-    def _after(self, node: Node, look: Callable[[Any], None], value: Any) -> None:
+    def _after(self, node: Node, probe: Callable[[Any], None], value: Any) -> None:
         with self.graph.inserting_after(node):
-            self.graph.call_function(tell, (self.forwards.number, self.forwards.plant(look), value))
+            self.graph.call_function(tell, (self.forwards.number, self.forwards.probe(probe), value))
 
     # While the program runs ---------------------------------------------------------------------
 

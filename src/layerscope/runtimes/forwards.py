@@ -4,9 +4,9 @@
     forwards.run(tapped, plain, {"output"}, args, kwargs)        # begin, run, end
     forwards.tell("layers.3", "output", value, call=0)           # in the middle of it
 
-A compiled graph tells what it computes by calls planted in it, `plant` gives them a number:
+A compiled graph tells what it computes by calls that were put into it, probes; each has a number:
 
-    key = forwards.plant(look)                                   # in the graph: tell(forwards.number, key, value)
+    key = forwards.probe(function)                               # in the graph: tell(forwards.number, key, value)
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ from layerscope.points import Leaf, Point, Side
 from layerscope.runtimes.sink import Sink, Step
 from layerscope.runtimes.values import argument_leaves, describe, leaves
 
-__all__ = ["Forwards", "Frame", "Redirected", "tell"]
-
 _numbers = count(1)
 _open: WeakValueDictionary[int, Forwards] = WeakValueDictionary()
 
 
-def tell(forwards: int, look: int, value: object) -> None:
-    """Pass a value of a running graph on to the look that was planted there; silent when nobody listens any more."""
+def tell(forwards: int, probe: int, value: object) -> None:
+    """Pass a value of a running graph on to the probe there; silent once the recording is over."""
     listening = _open.get(forwards)
     if listening is not None:
-        listening.looked(look, value)
+        listening.probed(probe, value)
 
 
 class Redirected:
@@ -55,7 +53,7 @@ class Redirected:
         return self._call(*args, **kwargs)
 
 
-class Frame(NamedTuple):
+class RunningModule(NamedTuple):
     """A module that is running: its name, which call of it this is, and what it was given, where that is asked."""
 
     name: str
@@ -71,7 +69,7 @@ class Forwards:
         self.number = next(_numbers)
         self._process = os.getpid()
         self._local = threading.local()
-        self._looks: list[Callable[[object], None]] = []
+        self._probes: list[Callable[[object], None]] = []
         self._points: dict[tuple[str, Side, Leaf, bool], Point] = {}
         _open[self.number] = self
 
@@ -81,7 +79,7 @@ class Forwards:
         return getattr(self._local, "step", None)
 
     @property
-    def within(self) -> list[Frame]:
+    def within(self) -> list[RunningModule]:
         """The modules that run on this thread, outermost first."""
         return self._local.within  # type: ignore[no-any-return]
 
@@ -93,7 +91,7 @@ class Forwards:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run one forward of the model and tell of it; `plain` is run where nobody listens.
+        """Run one forward of the model and tell of it; `plain` is run where nothing is recorded.
 
         `root` are the wanted sides of the model itself, whose inputs and outputs are those of the call.
         """
@@ -137,8 +135,8 @@ class Forwards:
         except Exception as error:
             self._failed(Point(""), error)
             return None
-        self._local.step, self._local.within, self._local.under_way = step, [Frame("", number)], {}
-        self._local.lost = False  # whether a look raised: the frames are then not those of the forward
+        self._local.step, self._local.within, self._local.under_way = step, [RunningModule("", number)], {}
+        self._local.lost = False  # whether a probe raised: the frames are then not those of the forward
         return step
 
     def _end(self, step: Step, *, failed: bool) -> None:
@@ -152,17 +150,17 @@ class Forwards:
         with suppress(Exception):
             self.sink.failed(point, error)
 
-    def plant(self, look: Callable[[object], None]) -> int:
-        """Return the number under which a graph finds `look`."""
-        self._looks.append(look)
-        return len(self._looks) - 1
+    def probe(self, function: Callable[[object], None]) -> int:
+        """Return the number under which a graph finds `function`."""
+        self._probes.append(function)
+        return len(self._probes) - 1
 
-    def looked(self, look: int, value: object) -> None:
-        """Have a planted look take place, when a forward runs that is recorded."""
+    def probed(self, probe: int, value: object) -> None:
+        """Call a probe, when a forward runs that is recorded."""
         try:
             step = self.step
             if step is not None and not step.idle and not self._local.lost:
-                self._looks[look](value)
+                self._probes[probe](value)
         except Exception as error:
             self._local.lost = True
             at = self._local.within[-1].name if self._local.within else ""
@@ -170,10 +168,10 @@ class Forwards:
                 Point(at), RuntimeError(f"{type(error).__name__}: {error}; the rest of the forward is not recorded")
             )
 
-    def safely(self, look: Callable[..., None], *values: object) -> None:
-        """Have a look take place after the model ran; what it raises is its own affair."""
+    def safely(self, told: Callable[..., None], *values: object) -> None:
+        """Tell of a forward after the model ran; what that raises does not reach the model."""
         try:
-            look(*values)
+            told(*values)
         except Exception as error:
             self._failed(Point(""), error)
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 
 from layerscope.patterns import Place
 
-__all__ = ["ModuleCall", "ScopedNode", "module_calls", "places_of"]
-
 
 def places_of(kinds: Mapping[str, str]) -> list[Place]:
     """Return the modules a graph tells of, by name and class, and those that must be there to hold them.
@@ -51,7 +49,7 @@ class ScopedNode:
 
 
 @dataclass(slots=True)
-class ModuleCall:
+class GraphCall:
     """One call of a module: the values that go in and come out, and the first and last of its nodes."""
 
     inputs: list[str] = field(default_factory=list)
@@ -60,7 +58,7 @@ class ModuleCall:
     last: int = 0
 
 
-def module_calls(nodes: Sequence[ScopedNode], *, returned: Collection[str]) -> dict[str, list[ModuleCall]]:
+def module_calls(nodes: Sequence[ScopedNode], *, returned: Collection[str]) -> dict[str, list[GraphCall]]:
     """Return the calls of each module in the order they begin; `returned` are the values that the graph gives back."""
     inside: dict[tuple[str, str], list[int]] = {}
     users: dict[str, list[int]] = {}
@@ -69,7 +67,7 @@ def module_calls(nodes: Sequence[ScopedNode], *, returned: Collection[str]) -> d
             inside.setdefault(call, []).append(at)
         for value in node.inputs:
             users.setdefault(value, []).append(at)
-    found: dict[str, list[ModuleCall]] = {}
+    found: dict[str, list[GraphCall]] = {}
     for call, members in inside.items():
         own = set(members)
         made = {value: at for at in members for value in nodes[at].outputs}
@@ -86,7 +84,7 @@ def module_calls(nodes: Sequence[ScopedNode], *, returned: Collection[str]) -> d
         if len(passed) < len(outputs):
             outputs = [value for value in outputs if value not in passed]
         inputs = [value for value in used if value not in made]
-        found.setdefault(call[0], []).append(ModuleCall(inputs, outputs, members[0], members[-1]))
+        found.setdefault(call[0], []).append(GraphCall(inputs, outputs, members[0], members[-1]))
     return found
 
 

@@ -3,7 +3,7 @@
     Listing.of(model)              # of a live one, by its runtime
     read_export(path)              # of a file, without loading it (`archives/`)
 
-A TorchScript or .pt2 file is a program: to load one is to run what whoever made it put there. To list one is not.
+A TorchScript or .pt2 file is a program: to load one runs what its author put there, to list one does not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from layerscope.patterns import Place
 from layerscope.runtimes.runtime import Runtime, Wanted
-
-__all__ = ["Listing", "inside", "sane"]
 
 _MOST_TEXT = 64 << 20
 

@@ -5,7 +5,7 @@
     opened(model)                  # what is no path comes back as it is
 
 A TorchScript or .pt2 file is a program, and to open one is to run it: torch evaluates what its texts say. Pickles are
-refused all the same, for nobody expects them there.
+refused all the same: they are not expected there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from layerscope.runtimes.archives.zip_archive import BROKEN, EXPECTED, MEND, Arc
 
 if TYPE_CHECKING:
     from layerscope.runtimes.listing import Listing
-
-__all__ = ["MEND", "SUFFIXES", "TAPS", "damage", "is_file", "kind_of", "listed", "opened"]
 
 Kind = Literal["torchscript", "export", "onnx", "aoti", "neff", "tensorrt", "ort", "compiled"]
 

@@ -23,8 +23,6 @@ from layerscope.errors import Unsupported
 from layerscope.runtimes.snapshot import copied, restored, why_not_again
 from layerscope.runtimes.values import leaves, replaced
 
-__all__ = ["NOT_CALLED", "NO_TAPS", "SKIPPED", "Observer", "ObserverEffect", "measures"]
-
 T = TypeVar("T")
 _AT_ONCE = 1 << 20  # elements that are compared in float64 at a time: logits can be gigabytes
 

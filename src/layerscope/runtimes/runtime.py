@@ -11,14 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from layerscope.errors import Unsupported
 from layerscope.patterns import Place
 from layerscope.points import Side
 from layerscope.runtimes.sink import Sink
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Runtime", "Wanted", "Weights"]
 
 Wanted = Mapping[str, Collection[Side]]  # the sides to watch, by module name
 Weights = dict[str, list[tuple[str, "torch.Tensor"]]]  # each module's own parameters, then its buffers
@@ -58,3 +57,24 @@ class Runtime(Protocol):
 
     def weights(self, model: Any, /) -> Weights:
         """Return the tensors of each module under the names they have in the source; empty where those are lost."""
+
+
+def no_notes(model: Any) -> dict[str, Any]:
+    """Return nothing: recording changes nothing here."""
+    return {}
+
+
+def no_remark(model: Any) -> str:
+    """Return nothing: the points are simply the modules."""
+    return ""
+
+
+def nothing_shared(model: Any) -> dict[str, str]:
+    """Return nothing: a shared module is there under each name it was called by."""
+    return {}
+
+
+def refuse_gradients(wanted: Wanted, where: str, *, on: str = "the module it was made from") -> None:
+    """Raise Unsupported for gradients, which are not seen `where`; they are recorded `on` something else."""
+    if any(side.startswith("grad") for sides in wanted.values() for side in sides):
+        raise Unsupported(f"gradients are not seen {where}; record them on {on}.")

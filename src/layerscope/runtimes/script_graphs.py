@@ -1,9 +1,9 @@
-"""Read the graphs of TorchScript methods, and plant looks in them.
+"""Read the graphs of TorchScript methods, and put probes in them.
 
     for node in nodes_of(module._c._get_method("forward").graph): ...
-    plant(graph, node, forwards.number, look, value, after=True)
+    add_probe(graph, node, forwards.number, probe, value, after=True)
 
-A planted look is an operation, `layerscope::tell`, that the JIT knows to have effects: it is neither removed nor moved.
+A probe is an operation, `layerscope::tell`, that the JIT knows to have effects: it is neither removed nor moved.
 It takes any value, so tuples, lists and dicts arrive in Python as what they are.
 """
 
@@ -18,19 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from layerscope.runtimes.forwards import tell
-
-__all__ = [
-    "Value",
-    "attribute_path",
-    "is_call",
-    "is_traced",
-    "nodes_of",
-    "plant",
-    "qualified_name",
-    "quiet_jit",
-    "tensors_of",
-    "values_of",
-]
 
 Graph = Any  # torch._C.Graph, which has no stubs
 Node = Any
@@ -112,8 +99,8 @@ def tensors_of(node: Node) -> list[Any]:
     return [value for value in node.inputs() if _holds_tensors(value)]
 
 
-def plant(graph: Graph, node: Node, forwards: int, look: int, values: Sequence[Any] | Any, *, after: bool) -> None:
-    """Have the graph tell `look` a value, or several as a tuple, before or after a node runs."""
+def add_probe(graph: Graph, node: Node, forwards: int, probe: int, values: Sequence[Any] | Any, *, after: bool) -> None:
+    """Have the graph tell `probe` a value, or several as a tuple, before or after a node runs."""
     _define()
     told = graph.create("layerscope::tell", [], 0)
     (told.insertAfter if after else told.insertBefore)(node)
@@ -123,7 +110,7 @@ def plant(graph: Graph, node: Node, forwards: int, look: int, values: Sequence[A
         packed.output().setType(torch._C.TupleType([value.type() for value in values]))
         packed.insertBefore(told)
         values = packed.output()
-    for constant in (forwards, look):
+    for constant in (forwards, probe):
         told.addInput(graph.insertConstant(constant))
     told.addInput(graph.insertConstant(None) if values is None else values)
     graph.setInsertPoint(graph.return_node())
@@ -136,6 +123,6 @@ def _holds_tensors(value: Any) -> bool:
 @cache
 def _define() -> Any:
     library: Any = torch.library.Library("layerscope", "DEF")  # type: ignore[no-untyped-call]
-    library.define("tell(int forwards, int look, Any value) -> ()", alias_analysis="CONSERVATIVE")
+    library.define("tell(int forwards, int probe, Any value) -> ()", alias_analysis="CONSERVATIVE")
     library.impl("tell", tell, "CompositeExplicitAutograd")
     return library

@@ -1,4 +1,4 @@
-"""The seam between a runtime and whoever wants to know what it saw.
+"""The seam between a runtime and what records what it saw.
 
 A runtime calls `begin` when an outermost forward starts, `seen` for each tensor and `end` when the forward is over.
 """
@@ -53,7 +53,7 @@ class Sink(Protocol):
         call: int,
         note: Mapping[str, str] | None = None,
     ) -> None:
-        """Take a look at one tensor; the model may change it as soon as this returns."""
+        """Take one tensor; the model may change it as soon as this returns."""
 
     def empty(self, point: Point, *, because: str) -> None:
         """Learn that a module ran and a side of it held no tensor."""
@@ -62,4 +62,4 @@ class Sink(Protocol):
         """Count a call that activation checkpointing repeated; it is not recorded twice."""
 
     def failed(self, point: Point, error: Exception) -> None:
-        """Learn that looking at a point raised; the model's run goes on."""
+        """Learn that a point could not be told; the model's run goes on."""

@@ -1,4 +1,4 @@
-"""Watch a model that torch.compile runs: the looks are traced into its graph.
+"""Watch a model that torch.compile runs: hooks are traced into its graph.
 
     compiled = torch.compile(model, fullgraph=True)
     with TorchCompile().watch(compiled, {"layers.3": {"output"}}, sink):
@@ -7,7 +7,7 @@
 While the block lasts, calls of the model go to a second compilation of it, with the same backend and options, that also
 gives back a copy of what each wanted module took and returned. It is made once for a set of modules and kept with the
 first: to stop, or to record again, compiles nothing. The first call of a block is run in the first compilation as well,
-to see what the looks change in the output.
+to see what the hooks change in the output.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import FunctionType
 from typing import Any
 
 import torch
 
 from layerscope.errors import Unsupported
 from layerscope.log import log
-from layerscope.points import Leaf, Point
+from layerscope.points import Leaf, Point, Side
 from layerscope.runtimes import eager
 from layerscope.runtimes.forwards import Forwards, Redirected
 from layerscope.runtimes.observer_effect import NO_TAPS, NOT_CALLED, SKIPPED, Observer
-from layerscope.runtimes.runtime import Wanted
+from layerscope.runtimes.runtime import Wanted, refuse_gradients
 from layerscope.runtimes.sink import Sink
-from layerscope.runtimes.values import argument_leaves, leaves
-
-__all__ = ["TorchCompile"]
+from layerscope.runtimes.traced_hooks import TracedHook, TracedValues, alone
 
 _SHARED_CODE = (
     "shared compiled code: the model breaks into several graphs, and what was compiled before the recording began "
     "is used again here; call torch._dynamo.reset() before the recording, or compile with fullgraph=True"
 )
+_ENDS: tuple[Side, ...] = ("input", "output")
 _KEPT = "_layerscope_tapped"  # on the function that torch.compile made: it dies with the compiled model
 
 
@@ -65,11 +63,8 @@ class TorchCompile:
 
     def check(self, model: torch.nn.Module, wanted: Wanted, *, ops: bool) -> None:
         """Refuse gradients and operations, for compiled code has other ones or none, and rounding that is not ours."""
-        if any(side.startswith("grad") for sides in wanted.values() for side in sides):
-            raise Unsupported(
-                "gradients are not seen inside a model that torch.compile runs, whose backward pass is one function; "
-                "record them on the module before it is compiled."
-            )
+        inside = "inside a model that torch.compile runs, whose backward pass is one function"
+        refuse_gradients(wanted, inside, on="the module before it is compiled")
         if ops:
             raise Unsupported(
                 "operations are not seen inside a model that torch.compile runs, which fuses them; "
@@ -88,9 +83,9 @@ class TorchCompile:
         plain = model.__dict__[attribute]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            value, taken = self._observer.run(tapped.run, tapped.untapped, args, kwargs, model=model)
-            for look, found in taken:
-                forwards.safely(look.tell, forwards, found)
+            value, told = self._observer.run(tapped.run, tapped.untapped, args, kwargs, model=model)
+            for hook, found in told:
+                forwards.safely(_tell, forwards, hook, found)
             return value
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +105,7 @@ class TorchCompile:
 
     def why_silent(self, model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
         """Say why each of these modules was never seen to run."""
-        kept: dict[Any, _Tapped] = getattr(model.__dict__[_attribute(model)], _KEPT, {})
+        kept: dict[Any, TappedCompilation] = getattr(model.__dict__[_attribute(model)], _KEPT, {})
         if any(tapped.breaks for tapped in kept.values()):
             return dict.fromkeys(names, _SHARED_CODE)
         return eager.why_silent(model, names)
@@ -121,73 +116,39 @@ def _attribute(model: torch.nn.Module) -> str:
     return "_compiled_call_impl" if model.__dict__.get("_compiled_call_impl") else "forward"
 
 
-def _tapped(model: torch.nn.Module, plain: Any, wanted: Wanted, *, precise: bool) -> _Tapped:
-    """Return the compilation with looks at these places, made once for the life of the compiled model."""
-    kept: dict[Any, _Tapped] = plain.__dict__.setdefault(_KEPT, {})
+def _tapped(model: torch.nn.Module, plain: Any, wanted: Wanted, *, precise: bool) -> TappedCompilation:
+    """Return the compilation with hooks at these places, made once for the life of the compiled model."""
+    kept: dict[Any, TappedCompilation] = plain.__dict__.setdefault(_KEPT, {})
     key = (frozenset(wanted.items()), precise)
     if key not in kept:
-        kept[key] = _Tapped(model, plain, wanted, precise=precise)
+        kept[key] = TappedCompilation(model, plain, wanted, precise=precise)
     return kept[key]
 
 
-class _Taken:
-    """What the looks of one call have seen, in order; None while nobody asks."""
-
-    def __init__(self) -> None:
-        self.values: list[tuple[_Before | _After, list[tuple[Leaf, torch.Tensor]]]] | None = None
-
-
-class _Look:
-    """A look that is traced as part of the model: a copy, taken before anything changes the tensor in place."""
-
-    def __init__(self, taken: _Taken, name: str, wanted: bool) -> None:
-        self.taken = taken
-        self.name = name
-        self.wanted = wanted
+def _tell(forwards: Forwards, hook: TracedHook, found: list[tuple[Leaf, torch.Tensor]]) -> None:
+    """Tell the sink what one hook copied."""
+    name, side = hook.name, hook.side
+    number = forwards.enter(name, name) if side == "input" else forwards.leave(name)
+    if hook.wanted:
+        if side == "output" and not found:
+            forwards.sink.empty(Point(name), because="its output holds no tensor")
+        # The next replay of a CUDA graph writes over what lies in its memory.
+        safe = [(leaf, tensor.clone() if tensor.is_cuda else tensor) for leaf, tensor in found]
+        forwards.tell_leaves(name, side, safe, call=number)
 
 
-class _Before(_Look):
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.taken.values is not None:
-            found = argument_leaves(args, kwargs) if self.wanted else []
-            self.taken.values.append((self, [(leaf, tensor.clone()) for leaf, tensor in found]))
-
-    def tell(self, forwards: Forwards, found: list[tuple[Leaf, torch.Tensor]]) -> None:
-        number = forwards.enter(self.name, self.name)
-        if self.wanted:
-            forwards.tell_leaves(self.name, "input", _safe(found), call=number)
-
-
-class _After(_Look):
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: object) -> None:
-        if self.taken.values is not None:
-            found = leaves(value) if self.wanted else []
-            self.taken.values.append((self, [(leaf, tensor.clone()) for leaf, tensor in found]))
-
-    def tell(self, forwards: Forwards, found: list[tuple[Leaf, torch.Tensor]]) -> None:
-        number = forwards.leave(self.name)
-        if self.wanted and not found:
-            forwards.sink.empty(Point(self.name), because="its output holds no tensor")
-        if self.wanted:
-            forwards.tell_leaves(self.name, "output", _safe(found), call=number)
-
-
-def _safe(found: list[tuple[Leaf, torch.Tensor]]) -> list[tuple[Leaf, torch.Tensor]]:
-    """Copy what lies in the memory of a CUDA graph, in the order of its stream: the next replay writes over it."""
-    return [(leaf, tensor.clone() if tensor.is_cuda else tensor) for leaf, tensor in found]
-
-
-class _Tapped:
-    """A second compilation of a model; its looks are on the modules only while it is in use."""
+class TappedCompilation:
+    """A second compilation of a model; its hooks are on the modules only while it is in use."""
 
     def __init__(self, model: torch.nn.Module, plain: Any, wanted: Wanted, *, precise: bool) -> None:
         by_name = eager.modules_of(model).by_name
         self.plain = plain
         self.breaks = False
-        self._taken = _Taken()
-        self._looks = [
-            (by_name[name], _Before(self._taken, name, "input" in sides), _After(self._taken, name, "output" in sides))
+        self._values = TracedValues()
+        self._hooks = [
+            (by_name[name], TracedHook(self._values, name, side, [()] if side in sides else []))
             for name, sides in wanted.items()
+            for side in _ENDS
         ]
         self._attached = ExitStack()
         self._is_attached = False
@@ -195,11 +156,11 @@ class _Tapped:
         context = _context(model, plain)
         self._whole = getattr(context, "fullgraph", False)
         compiled = _precise(context) if precise else context
-        self._call = compiled(_with_looks(self._taken, _call_of(model))) if wanted else None
+        self._call = compiled(_with_values(self._values, _call_of(model))) if wanted else None
         self._ran = False
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        """Run the model; return its value, and what the looks took."""
+        """Run the model; return its value, and what the hooks copied."""
         if self._call is None:
             return self.plain(*args, **kwargs), []
         with self._lock:
@@ -208,37 +169,37 @@ class _Tapped:
                 log.warning(
                     "a model that torch.compile runs is compiled once more, with what is recorded of %d modules in its "
                     "graph; later recordings of the same modules use it again",
-                    len(self._looks),
+                    len(self._hooks) // 2,
                 )
             before = _breaks()
             try:
                 with self._guarding():
                     value = self._call(*args, **kwargs)
-                return value, self._taken.values or []
+                return value, self._values.told or []
             finally:
-                self._taken.values = None
+                self._values.told = None
                 self._ran = True
                 self.breaks = self.breaks or _breaks() > before
 
     def _guarding(self) -> AbstractContextManager[object]:
-        """Have pieces of a graph that breaks notice whose looks they were compiled with; a whole graph has its own."""
+        """Have pieces of a graph that breaks notice whose hooks they were compiled with; a whole graph has its own."""
         if self._whole:
             return nullcontext()
         return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)  # type: ignore[no-any-return]
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model without looks, in its first compilation; that must not trace any."""
+        """Run the model without hooks, in its first compilation; that must not trace any."""
         with self._lock:
             self.detach()
             return self.plain(*args, **kwargs)
 
     def untapped(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model without looks, before the first run with them: it may be compiled here, in pieces."""
+        """Run the model without hooks, before the first run with them: it may be compiled here, in pieces."""
         with self._lock, self._guarding():
             return self.plainly(*args, **kwargs)
 
     def detach(self) -> None:
-        """Take the looks off the modules; what was compiled with them is kept."""
+        """Take the hooks off the modules; what was compiled with them is kept."""
         with self._lock:
             self._attached.close()
             self._is_attached = False
@@ -246,24 +207,20 @@ class _Tapped:
     def _attach(self) -> None:
         if self._is_attached:
             return
-        for module, before, after in self._looks:
-            self._attached.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            self._attached.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+        for module, hook in self._hooks:
+            register: Any = module.register_forward_pre_hook if hook.side == "input" else module.register_forward_hook
+            self._attached.callback(register(hook, with_kwargs=True).remove)
         self._is_attached = True
 
 
-def _with_looks(taken: _Taken, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the model with an empty list for its looks, with a code object of its own.
-
-    Compiled code is kept by code object, and does not notice hooks: two models would use each other's.
-    """
+def _with_values(values: TracedValues, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of its own that calls the model with an empty list for its hooks."""
 
     def tapped(*args: Any, **kwargs: Any) -> Any:
-        taken.values = []
+        values.told = []
         return call(*args, **kwargs)
 
-    own = tapped.__code__.replace()
-    return FunctionType(own, tapped.__globals__, tapped.__name__, tapped.__defaults__, tapped.__closure__)
+    return alone(tapped)  # type: ignore[no-any-return]
 
 
 def _call_of(model: torch.nn.Module) -> Callable[..., Any]:

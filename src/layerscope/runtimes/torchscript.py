@@ -23,16 +23,16 @@ from layerscope.errors import Unsupported
 from layerscope.patterns import Place
 from layerscope.points import Point, Side
 from layerscope.runtimes import script_graphs as graphs
-from layerscope.runtimes.archives.scripts import ENGINES, NAME, refuse_gradients
-from layerscope.runtimes.forwards import Forwards, Frame, Redirected
-from layerscope.runtimes.runtime import Wanted, Weights
+from layerscope.runtimes.archives.scripts import ENGINES, INTERPRETER
+from layerscope.runtimes.archives.scripts import NAME as NAME
+from layerscope.runtimes.forwards import Forwards, Redirected, RunningModule
+from layerscope.runtimes.runtime import Wanted, Weights, no_notes, refuse_gradients
 from layerscope.runtimes.script_graphs import Value
 from layerscope.runtimes.sink import Sink
 
-__all__ = ["NAME", "check", "notes", "parameters", "points", "remark", "shared", "watch", "weights", "why_silent"]
-
 Script = Any  # a torch.jit.ScriptModule; its typed face is that of an nn.Module, its real one is not
 
+notes = no_notes
 _DEAD = "it returns None: tracing leaves out what nothing uses (a dead output), and a script may return nothing"
 
 
@@ -40,11 +40,6 @@ def points(model: Script) -> list[Place]:
     """Return the modules, with the class each was made from; of a frozen module, the values of its operations too."""
     modules = [Place(name, (module.original_name,)) for name, module in model.named_modules()]
     return modules + [Place(value.name, (value.op,)) for value in _frozen_values(model)]
-
-
-def notes(model: Script) -> dict[str, Any]:
-    """Return nothing: looking changes nothing here."""
-    return {}
 
 
 def remark(model: Script) -> str:
@@ -86,7 +81,7 @@ def weights(model: Script) -> Weights:
 
 def check(model: Script, wanted: Wanted, *, ops: bool) -> None:
     """Refuse gradients, and the inside of an engine."""
-    refuse_gradients(wanted)
+    refuse_gradients(wanted, INTERPRETER)
     if (ops or any(wanted)) and (engine := _engine(model)):
         raise Unsupported(
             f"this TorchScript module {engine}; compile it again with layerscope.compile(..., "
@@ -101,7 +96,7 @@ def watch(
     """Tell `sink` what passes the wanted sides of the wanted modules until the block ends."""
     forwards = Forwards(sink)
     copied = _copy(model)
-    _Planting(forwards, copied, wanted, ops).plant()
+    _ScriptTaps(forwards, copied, wanted, ops).add()
     assigned = _assigned(model, copied)
     before = {method: model.__dict__.get(method) for method in copied._c._method_names()}
     redirected = {
@@ -136,8 +131,8 @@ def _why_silent(module: Script | None, user: str | None) -> str:
     return "never called: no branch that calls it ran"
 
 
-class _Planting:
-    """Plants the looks that are wanted in the graphs of a module; modules of one type share their graphs.
+class _ScriptTaps:
+    """Puts the probes that are wanted into the graphs of a module; modules of one type share their graphs.
 
     A graph knows its submodules by their attributes only, so the full name of a module is put together while it runs.
     """
@@ -150,7 +145,7 @@ class _Planting:
         self.wanted = wanted
         self.ops = ops
 
-    def plant(self) -> None:
+    def add(self) -> None:
         """Go through every graph once."""
         modules = dict(self.model.named_modules())
         names: dict[str, list[str]] = {}
@@ -178,8 +173,8 @@ class _Planting:
         sides = {side for name in reached for side in self.wanted.get(name, ()) if called}
         mixed = graphs.is_traced(node) and node.output().type().kind() == "TupleType"
         enter, leave = partial(self._enter, path, called), partial(self._leave, called, mixed)
-        self._look(graph, node, leave, node.output() if "output" in sides else None, after=True)
-        self._look(graph, node, enter, args if "input" in sides or mixed else None, after=False)
+        self._probe(graph, node, leave, node.output() if "output" in sides else None, after=True)
+        self._probe(graph, node, enter, args if "input" in sides or mixed else None, after=False)
 
     def _around_op(self, graph: Any, node: Any) -> None:
         qualified = graphs.qualified_name(node)
@@ -189,13 +184,13 @@ class _Planting:
 
     def _around(self, graph: Any, node: Any, name: str, sides: Collection[Side], *, op: bool) -> None:
         after, before = partial(self._after, name, op), partial(self._before, name, op)
-        self._look(graph, node, after, list(node.outputs()) if "output" in sides else None, after=True)
-        self._look(graph, node, before, graphs.tensors_of(node) if "input" in sides else None, after=False)
+        self._probe(graph, node, after, list(node.outputs()) if "output" in sides else None, after=True)
+        self._probe(graph, node, before, graphs.tensors_of(node) if "input" in sides else None, after=False)
 
-    def _look(
-        self, graph: Any, node: Any, look: Callable[[Any], None], value: Sequence[Any] | Any, *, after: bool
+    def _probe(
+        self, graph: Any, node: Any, probe: Callable[[Any], None], value: Sequence[Any] | Any, *, after: bool
     ) -> None:
-        graphs.plant(graph, node, self.forwards.number, self.forwards.plant(look), value, after=after)
+        graphs.add_probe(graph, node, self.forwards.number, self.forwards.probe(probe), value, after=after)
 
     # While the model runs -----------------------------------------------------------------------
 
@@ -203,7 +198,7 @@ class _Planting:
         forwards = self.forwards
         name = _joined(forwards.within[-1].name, path)
         number = forwards.step.call(name) if called and forwards.step is not None else 0
-        forwards.within.append(Frame(name, number, args or ()))
+        forwards.within.append(RunningModule(name, number, args or ()))
         if called and "input" in self.wanted.get(name, ()):
             forwards.tell(name, "input", args, call=number)
 
@@ -221,7 +216,7 @@ class _Planting:
         forwards = self.forwards
         within = forwards.within[-1].name
         number = forwards.step.call(f"op:{name}" if op else name) if forwards.step is not None else 0
-        forwards.within.append(Frame(within, number))
+        forwards.within.append(RunningModule(within, number))
         if values is not None:
             forwards.tell(name, "input", values, call=number, note={"within": within} if op else None, op=op)
 
@@ -260,7 +255,7 @@ def _recorded(
 def _copy(model: Script) -> Script:
     """Return a module of the same code that has not run yet, on the same weights.
 
-    Code that has run is kept compiled, and would go on as it was whatever is planted in its graph.
+    Code that has run is kept compiled, and would go on as it was whatever is put into its graph.
     """
     with graphs.quiet_jit():
         copied = torch.jit.load(io.BytesIO(model.save_to_buffer()))  # type: ignore[no-untyped-call]

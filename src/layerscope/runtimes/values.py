@@ -17,8 +17,6 @@ import torch
 
 from layerscope.points import Leaf
 
-__all__ = ["argument_leaves", "describe", "leaves", "rebuilt", "replaced"]
-
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
 
 

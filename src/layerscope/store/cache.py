@@ -1,15 +1,12 @@
-"""A folder of this user's for what can be made anew: comparisons that go on where they stopped, calibrated scales."""
+"""A folder of this user's for what can be made anew: comparisons that a live page made, calibrated scales."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-
-_FORGOTTEN = 30 * 24 * 3600.0  # seconds
 
 
 def cache_folder() -> Path | None:
@@ -17,9 +14,8 @@ def cache_folder() -> Path | None:
     for place in _places():
         try:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # In a shared temporary folder somebody else could have put files of his own making there.
+            # In a shared temporary folder another user could have put files there.
             if os.access(place, os.W_OK) and place.stat().st_uid == os.getuid():
-                _forget_old(place)
                 return place
         except OSError:
             continue
@@ -34,11 +30,3 @@ def _places() -> Iterator[Path]:
     with contextlib.suppress(RuntimeError):
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerscope"
     yield Path(tempfile.gettempdir()) / f"layerscope-{os.getuid()}"
-
-
-def _forget_old(place: Path) -> None:
-    limit = time.time() - _FORGOTTEN
-    for path in place.glob("*.compare"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime < limit:
-                path.unlink()

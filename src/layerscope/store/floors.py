@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from layerscope.checks import Numbers
     from layerscope.checks.check import Check
 
-__all__ = ["FLOORS", "Checked", "Fed", "Floors", "read_floors", "write_floors"]
-
 FLOORS = "floors.safetensors"
 _VERSION = 1
 _COLUMNS = ("relative_l2", "median", "p90", "worst", "column", "factor")

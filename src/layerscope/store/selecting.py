@@ -12,8 +12,6 @@ from layerscope.patterns import Place, select, select_op, split
 from layerscope.points import Point
 from layerscope.store.run import Run
 
-__all__ = ["selected"]
-
 
 def selected(run: Run, patterns: Sequence[str]) -> list[Point]:
     """Return the points of the run that the patterns name, or every one; raises NoSuchPoint when there are none."""

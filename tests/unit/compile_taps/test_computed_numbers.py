@@ -8,7 +8,7 @@ import layerscope as ls
 import zoo
 from layerscope.compile_taps.arguments import Arguments
 from layerscope.compile_taps.computed_numbers import checked, is_computed
-from layerscope.compile_taps.value_forms import Taken, opaque_parts
+from layerscope.compile_taps.value_forms import FlatValue, opaque_parts
 
 X = torch.arange(48.0).reshape(2, 3, 8)
 
@@ -25,7 +25,7 @@ class Counting(nn.Module):
 
 def checked_of(model, x=X):
     example = (x,)
-    output = Taken.of(model(x)).form
+    output = FlatValue.of(model(x)).form
     return checked(model, Arguments.of(model, example), example, output)
 
 
@@ -41,7 +41,7 @@ def checked_of(model, x=X):
 def test_a_number_of_the_model_is_kept(returns):
     model = zoo.Holder(returns, inner=nn.Linear(8, 4))
     output = checked_of(model)
-    assert output == Taken.of(model(X)).form
+    assert output == FlatValue.of(model(X)).form
     assert not is_computed(output)
 
 

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from layerscope.compile_taps.arguments import Arguments
-from layerscope.compile_taps.tap_table import Table, TapEntry
+from layerscope.compile_taps.tap_table import TapEntry, TapTable
 from layerscope.errors import BadModel
 from layerscope.store import Missing
 
-TABLE = Table(
+TABLE = TapTable(
     points=("a:output",),
     arguments=Arguments(("x",), {"is": "dict", "fields": [["x", {"tensor": 0}]]}, {"y": {"value": None}}),
     output={"is": "tuple", "parts": [{"tensor": 0}, {"value": float("inf")}]},
@@ -25,15 +25,15 @@ TABLE = Table(
 
 
 def test_it_reads_back():
-    assert Table.loads(TABLE.dumps(backend="onnx")) == ("onnx", TABLE)
-    without = Table((), TABLE.arguments, TABLE.output, 1, (), (), False, None)
-    assert Table.loads(without.dumps(backend="export")) == ("export", without)
+    assert TapTable.loads(TABLE.dumps(backend="onnx")) == ("onnx", TABLE)
+    without = TapTable((), TABLE.arguments, TABLE.output, 1, (), (), False, None)
+    assert TapTable.loads(without.dumps(backend="export")) == ("export", without)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "layerscope-compiled", "version": 99}', "{" * 9999])
 def test_anything_else_is_refused(text):
     with pytest.raises(BadModel, match=r"taps\.json is not a table of taps"):
-        Table.loads(text)
+        TapTable.loads(text)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_anything_else_is_refused(text):
 def test_a_table_that_names_what_it_has_not_is_refused(damage):
     said = {**json.loads(TABLE.dumps(backend="onnx")), **damage}
     with pytest.raises(BadModel, match=r"taps\.json is not a table of taps that this layerscope reads: .*[^.]\.$"):
-        Table.loads(json.dumps(said))
+        TapTable.loads(json.dumps(said))
 
 
 def test_a_tap_is_called_by_what_tells_it_apart():

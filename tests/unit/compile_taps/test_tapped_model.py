@@ -21,7 +21,7 @@ def test_the_copy_has_its_own_modules_and_the_models_tensors():
 
 def test_taps_come_in_the_order_they_run_with_every_call_and_leaf():
     model, args = zoo.called_thrice()
-    value, looks = Tapped(model, [Point("layer"), Point("layer", "input")]).looked(*args)
+    value, looks = Tapped(model, [Point("layer"), Point("layer", "input")]).named(*args)
     x = args[0]
     assert [(look.side, look.leaf) for look in looks] == [("input", (0,)), ("output", ())] * 3
     for look in looks:
@@ -33,20 +33,20 @@ def test_taps_come_in_the_order_they_run_with_every_call_and_leaf():
 
 def test_a_leaf_that_is_named_is_the_only_one_taken():
     model, args = zoo.dict_outputs()
-    _, looks = Tapped(model, [Point("block", "output", ("hidden",))]).looked(*args)
+    _, looks = Tapped(model, [Point("block", "output", ("hidden",))]).named(*args)
     assert [look.leaf for look in looks] == [("hidden",)]
 
 
 def test_values_are_taken_before_they_are_changed_in_place():
     model, args = zoo.in_place()
-    _, looks = Tapped(model, [Point("0")]).looked(*args)
+    _, looks = Tapped(model, [Point("0")]).named(*args)
     assert bool((looks[0].tensor < 0).any())
 
 
 def test_an_exception_leaves_nothing_under_way():
     tapped = Tapped(zoo.plain()[0], [Point("0")])
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        tapped.looked(torch.zeros(1, 3))
+        tapped.named(torch.zeros(1, 3))
     value, taps = tapped(torch.zeros(1, 4))
     assert (value.shape, len(taps)) == ((1, 3), 1)
 

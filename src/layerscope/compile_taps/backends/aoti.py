@@ -17,8 +17,6 @@ from layerscope.compile_taps.backends.export import exported, fixed, sizes_of
 from layerscope.compile_taps.tapped_model import Flat
 from layerscope.errors import BadModel
 
-__all__ = ["FILE", "LIVE", "NAME", "call", "compile", "load", "save"]
-
 NAME = "aoti"
 LIVE = False
 FILE = "model.aoti.pt2"

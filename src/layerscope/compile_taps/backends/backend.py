@@ -16,8 +16,6 @@ import torch
 from layerscope.compile_taps.tapped_model import Flat
 from layerscope.runtimes.observer_effect import ObserverEffect
 
-__all__ = ["Backend", "Made", "Mismatch", "sized"]
-
 
 class Made(NamedTuple):
     """What a compiler made, and what it said on the way that a user should know.

@@ -16,8 +16,6 @@ from layerscope.compile_taps.backends.backend import Made
 from layerscope.compile_taps.tapped_model import Flat
 from layerscope.errors import Unsupported
 
-__all__ = ["Custom"]
-
 
 class Custom:
     """The backend that a function makes."""

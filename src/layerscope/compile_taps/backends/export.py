@@ -18,8 +18,6 @@ from layerscope.compile_taps.tapped_model import Flat
 from layerscope.runtimes.model_files import opened
 from layerscope.runtimes.snapshot import restored
 
-__all__ = ["FILE", "LIVE", "NAME", "call", "compile", "exported", "fixed", "load", "quiet", "save", "sizes_of", "taken"]
-
 NAME = "export"
 LIVE = False
 FILE = "model.pt2"

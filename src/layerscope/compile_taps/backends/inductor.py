@@ -10,10 +10,9 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from layerscope.compile_taps.backends.backend import Made
-from layerscope.compile_taps.tapped_model import Flat, alone
+from layerscope.compile_taps.tapped_model import Flat
 from layerscope.errors import Unsupported
-
-__all__ = ["LIVE", "NAME", "call", "compile", "load", "save"]
+from layerscope.runtimes.traced_hooks import alone
 
 NAME = "inductor"
 LIVE = True

@@ -17,8 +17,6 @@ from layerscope.compile_taps.backends.backend import Made
 from layerscope.compile_taps.tapped_model import Flat
 from layerscope.errors import MissingExtra
 
-__all__ = ["LIVE", "NAME", "call", "compile", "load", "save"]
-
 NAME = "neuron"
 LIVE = False
 

@@ -20,8 +20,6 @@ from layerscope.runtimes.observer_effect import ObserverEffect
 from layerscope.runtimes.onnx.session import Session, library
 from layerscope.runtimes.snapshot import restored
 
-__all__ = ["FILE", "LIVE", "NAME", "call", "compile", "load", "save"]
-
 NAME = "onnx"
 LIVE = False
 FILE = "model.onnx"

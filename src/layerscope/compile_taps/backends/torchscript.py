@@ -15,8 +15,6 @@ from layerscope.compile_taps.backends.backend import Made
 from layerscope.compile_taps.tapped_model import Flat
 from layerscope.runtimes.model_files import opened
 
-__all__ = ["FILE", "LIVE", "NAME", "call", "compile", "load", "save"]
-
 NAME = "torchscript"
 LIVE = False
 FILE = "model.pt"

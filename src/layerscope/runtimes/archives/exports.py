@@ -19,9 +19,7 @@ from layerscope.patterns import Place
 from layerscope.runtimes.archives.zip_archive import Archive
 from layerscope.runtimes.graph_calls import places_of
 from layerscope.runtimes.listing import Listing, inside, sane
-from layerscope.runtimes.runtime import Wanted
-
-__all__ = ["NAME", "NOWHERE", "places", "read_export", "refuse"]
+from layerscope.runtimes.runtime import Wanted, refuse_gradients
 
 NAME = "export"
 NOWHERE = "_empty_nn_module_stack_from_metadata_hook"  # what torch puts on nodes it made itself
@@ -52,11 +50,7 @@ def places(named: Iterable[str], stacks: Iterable[Sequence[tuple[str, str]]]) ->
 
 def refuse(wanted: Wanted, *, named: bool) -> None:
     """Refuse gradients, and modules of a program whose operations have lost the names of theirs."""
-    if any(side.startswith("grad") for sides in wanted.values() for side in sides):
-        raise Unsupported(
-            "gradients are not seen inside an exported program, which computes a forward alone; "
-            "record them on the module it was made from."
-        )
+    refuse_gradients(wanted, "inside an exported program, which computes a forward alone")
     if any(wanted) and not named:
         raise Unsupported(
             "the operations of this exported program have lost the names of their modules, so no module can be found "

@@ -3,30 +3,27 @@
     read_script(path).places
 
 `torch.jit.load` runs what the file brings along: `__setstate__` methods, default arguments, custom classes. The modules
-themselves are plain: a pickle of objects with their attributes, followed by a machine that calls nothing, and the text
-of the classes, of which only the lines that declare something are read.
+themselves are plain: objects with their attributes (`script_objects.py`), and the text of the classes, of which only
+the lines that declare something are read.
 """
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from layerscope.errors import BadModel, Unsupported
 from layerscope.patterns import Place
-from layerscope.runtimes.archives.pickled_objects import Named, PickleFollower
+from layerscope.runtimes.archives.script_objects import ScriptObject, ScriptTensor, script_objects
 from layerscope.runtimes.archives.zip_archive import Archive
 from layerscope.runtimes.listing import Listing, inside, sane
-from layerscope.runtimes.runtime import Wanted
-
-__all__ = ["ENGINES", "NAME", "read_script", "refuse_gradients"]
+from layerscope.runtimes.runtime import refuse_gradients
 
 NAME = "torchscript"
+INTERPRETER = "inside TorchScript, whose interpreter runs the backward pass as it likes"
 
 # Operations that hand everything to an engine: what happens inside it cannot be seen from here.
 ENGINES = {"neuron": "a Neuron NEFF", "tensorrt": "a TensorRT engine"}
@@ -49,7 +46,7 @@ def read_script(path: Path) -> Listing:
         raise archive.refused("holds no data.pkl, as torch wrote TorchScript before 1.4")
     try:
         classes = _classes(archive)
-        root = _Objects(io.BytesIO(archive.read("data.pkl", most=_LARGEST))).run()
+        root = script_objects(archive.read("data.pkl", most=_LARGEST))
         modules = dict(_modules(root, classes))
         return _listing(modules, classes)
     except _UNREADABLE as error:
@@ -58,29 +55,20 @@ def read_script(path: Path) -> Listing:
         raise archive.damaged() from error
 
 
-def refuse_gradients(wanted: Wanted) -> None:
-    """Refuse gradients, which no TorchScript module shows."""
-    if any(side.startswith("grad") for sides in wanted.values() for side in sides):
-        raise Unsupported(
-            "gradients are not seen inside TorchScript, whose interpreter runs the backward pass as it likes; "
-            "record them on the module it was made from."
-        )
-
-
 # The text of the classes --------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Class:
+class ScriptClass:
     """A class that derives from Module, as far as its declarations go."""
 
     parameters: tuple[str, ...] = ()
     has_code: bool = False
 
 
-def _classes(archive: Archive) -> dict[str, _Class]:
+def _classes(archive: Archive) -> dict[str, ScriptClass]:
     """Find the modules' classes by their full names; refuse a file that only hands its inputs to an engine."""
-    found: dict[str, _Class] = {}
+    found: dict[str, ScriptClass] = {}
     left = _LARGEST
     for name in archive.names:
         if not (name.startswith("code/") and name.endswith(".py")):
@@ -96,10 +84,10 @@ def _classes(archive: Archive) -> dict[str, _Class]:
                 "record_layer_outputs=True)."
             )
         within = name.removeprefix("code/").removesuffix(".py").replace("/", ".")
-        declared = _Class()  # of lines before the first class, which is nobody's
+        declared = ScriptClass()  # of lines before the first class, which has none
         for line in text.splitlines():
             if match := _CLASS.match(line):
-                declared = _Class()
+                declared = ScriptClass()
                 if match[2] == "Module":
                     found[f"{within}.{match[1]}"] = declared
             elif match := _PARAMETERS.match(line):
@@ -112,55 +100,9 @@ def _classes(archive: Archive) -> dict[str, _Class]:
 # The objects --------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class _Object:
-    """An object of a class of the file: its attributes, where those are what was pickled of it."""
-
-    kind: str
-    attributes: dict[str, Any] = field(default_factory=dict)
-    opaque: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor: where its bytes are told from those of others, and how many elements it has."""
-
-    identity: tuple[object, int]
-    count: int
-
-
-class _Objects(PickleFollower):
-    """Follows the pickle of a TorchScript module; `__setstate__` stays a name in a text that nobody runs."""
-
-    def stored(self, identity: Any) -> Any:
-        """Return the key of a storage; its type is of no interest here."""
-        _, _, key, *_ = identity
-        return key
-
-    def made(self, function: Any, arguments: Any) -> Any:
-        """Return an empty object of the file's own classes, and of tensors how large they are."""
-        name = function.name if isinstance(function, Named) else ""
-        if name.startswith("__torch__."):
-            return _Object(name)
-        if name.startswith("torch._utils._rebuild_") and name.endswith(("tensor", "tensor_v2", "tensor_v3")):
-            key, offset, shape, *_ = arguments
-            if not all(type(n) is int and 0 <= n < 1 << 63 for n in (offset, *shape)):
-                raise ValueError("a tensor whose shape is none")
-            return _Tensor((key, offset), prod(shape))
-        return super().made(function, arguments)
-
-    def built(self, target: Any, state: Any) -> None:
-        """Give an object its attributes; anything else is for a `__setstate__` to make sense of."""
-        if isinstance(target, _Object):
-            if isinstance(state, dict) and all(isinstance(key, str) for key in state):
-                target.attributes = state
-            else:
-                target.opaque = True
-
-
-def _modules(root: Any, classes: dict[str, _Class]) -> Iterator[tuple[str, _Object]]:
+def _modules(root: Any, classes: dict[str, ScriptClass]) -> Iterator[tuple[str, ScriptObject]]:
     """Yield every module under its name, a module before those inside it."""
-    if not (isinstance(root, _Object) and root.kind in classes):
+    if not (isinstance(root, ScriptObject) and root.kind in classes):
         raise ValueError("the first object is no module")
     pending, left = [("", root)], _MOST
     while pending:
@@ -169,13 +111,13 @@ def _modules(root: Any, classes: dict[str, _Class]) -> Iterator[tuple[str, _Obje
         if left < 0:
             raise ValueError("modules within modules without end")
         yield name, module
-        below = [(key, value) for key, value in module.attributes.items() if isinstance(value, _Object)]
+        below = [(key, value) for key, value in module.attributes.items() if isinstance(value, ScriptObject)]
         inner = [(f"{name}.{key}" if name else key, value) for key, value in below if value.kind in classes]
         left -= sum(len(one) for one, _ in inner) // 256  # a module within itself has names that only grow
         pending += reversed(inner)
 
 
-def _listing(modules: dict[str, _Object], classes: dict[str, _Class]) -> Listing:
+def _listing(modules: dict[str, ScriptObject], classes: dict[str, ScriptClass]) -> Listing:
     sane(modules)
     places = [Place(name, (module.kind.rpartition(".")[2],)) for name, module in modules.items()]
     own: dict[str, dict[object, int]] = {}
@@ -184,7 +126,7 @@ def _listing(modules: dict[str, _Object], classes: dict[str, _Class]) -> Listing
     for name, module in modules.items():
         declared = classes[module.kind]
         tensors = [module.attributes.get(each) for each in declared.parameters]
-        held = {tensor.identity: tensor.count for tensor in tensors if isinstance(tensor, _Tensor)}
+        held = {tensor.identity: tensor.count for tensor in tensors if isinstance(tensor, ScriptTensor)}
         if held:
             own[name] = dict(held)
         key = tuple(held)
@@ -198,13 +140,13 @@ def _listing(modules: dict[str, _Object], classes: dict[str, _Class]) -> Listing
         shared,
         sizes=inside(own, places),
         total=sum({identity: n for each in own.values() for identity, n in each.items()}.values()),
-        refuse=lambda wanted, ops: refuse_gradients(wanted),
-        remark=_remark(modules, own, classes),
+        refuse=lambda wanted, ops: refuse_gradients(wanted, INTERPRETER),
+        remark=_remark(modules, classes, weighs=bool(own)),
     )
 
 
-def _remark(modules: dict[str, _Object], own: dict[str, dict[object, int]], classes: dict[str, _Class]) -> str:
-    if len(modules) == 1 and not own and classes[modules[""].kind].has_code:
+def _remark(modules: dict[str, ScriptObject], classes: dict[str, ScriptClass], *, weighs: bool) -> str:
+    if len(modules) == 1 and not weighs and classes[modules[""].kind].has_code:
         return (
             "It has no modules and no parameters left, as after torch.jit.freeze: its operations are the points, and "
             "are known once torch has loaded it, which can run code in the file; `--trust` does."

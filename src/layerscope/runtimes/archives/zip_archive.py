@@ -1,4 +1,4 @@
-"""The zip archives in which torch keeps models, read strictly and by nobody but us.
+"""The zip archives in which torch keeps models, read strictly and without torch.
 
     archive = Archive(path)
     archive.read("models/model.json", most=64 << 20)
@@ -16,8 +16,6 @@ import zlib
 from pathlib import Path
 
 from layerscope.errors import BadModel
-
-__all__ = ["BROKEN", "EXPECTED", "MEND", "Archive"]
 
 EXPECTED = "a zip archive as torch.jit.save and torch.export.save write it"
 MEND = "copy it from where it is whole, or save the model again"

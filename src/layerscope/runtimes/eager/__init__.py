@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -22,7 +21,7 @@ from layerscope.patterns import Place
 from layerscope.runtimes.eager.modules import WRAPPER, Modules, ModuleTree, compiled_parts, is_compiled, modules_of
 from layerscope.runtimes.eager.operations import OpWatch
 from layerscope.runtimes.eager.watcher import Watcher
-from layerscope.runtimes.runtime import Wanted, Weights
+from layerscope.runtimes.runtime import Wanted, Weights, no_notes, no_remark
 from layerscope.runtimes.sink import Sink
 
 __all__ = [
@@ -43,6 +42,7 @@ __all__ = [
 ]
 
 NAME = "eager"
+notes, remark = no_notes, no_remark
 
 
 def points(model: torch.nn.Module) -> list[Place]:
@@ -50,16 +50,6 @@ def points(model: torch.nn.Module) -> list[Place]:
     by_name, shared = modules_of(model)
     named = [*by_name.items(), *((other, by_name[first]) for other, first in shared.items())]
     return [Place(name, tuple(c.__name__ for c in type(module).__mro__[:-1])) for name, module in named]
-
-
-def notes(model: torch.nn.Module) -> dict[str, Any]:
-    """Return nothing: looking changes nothing here."""
-    return {}
-
-
-def remark(model: torch.nn.Module) -> str:
-    """Return nothing: the points are the modules."""
-    return ""
 
 
 def shared(model: torch.nn.Module) -> dict[str, str]:

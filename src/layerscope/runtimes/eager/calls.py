@@ -25,7 +25,7 @@ class Flow(NamedTuple):
     aside: Aside | None = None  # the same call made on the side, where one tensor is several inputs
 
 
-class Call(NamedTuple):
+class RunningCall(NamedTuple):
     """One call of a watched module, while it runs."""
 
     name: str
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     flow: Flow | None = None
 
 
-class Calls(list[Call]):
+class Calls(list[RunningCall]):
     """The calls under way on one thread, outermost first."""
 
 
@@ -48,14 +48,14 @@ class Local(threading.local):
         self.calls = everywhere[threading.get_ident()] = Calls()
         self.ours = _Ours()
 
-    def innermost(self) -> Call | None:
+    def innermost(self) -> RunningCall | None:
         """Return the call that is running now, once those that an interrupt ended without their hooks are taken off."""
         calls, here = self.calls, sys._getframe(1)
         while calls and not _is_running(calls[-1].frame, here):
             calls.pop()
         return calls[-1] if calls else None
 
-    def ended(self, name: str) -> Call | None:
+    def ended(self, name: str) -> RunningCall | None:
         """Take off the innermost call of a module, and what an interrupt left above it; None where none was seen."""
         calls = self.calls
         for depth in range(len(calls) - 1, -1, -1):

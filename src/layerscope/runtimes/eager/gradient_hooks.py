@@ -19,14 +19,12 @@ from torch._C._autograd import _get_sequence_nr as next_node
 from torch.autograd.graph import Node, get_gradient_edge
 
 from layerscope.points import Leaf, Point, Side
-from layerscope.runtimes.eager.calls import Call
+from layerscope.runtimes.eager.calls import RunningCall
 from layerscope.runtimes.sink import Step
 from layerscope.runtimes.values import argument_leaves, leaves
 
 if TYPE_CHECKING:
     from layerscope.runtimes.eager.watcher import Watcher
-
-__all__ = ["Regions", "follow_inputs", "follow_outputs", "next_node", "sources"]
 
 _REGIONS = 1 << 14  # checkpointed regions that may wait for their backward pass
 
@@ -72,14 +70,14 @@ def sources(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[tup
     return tuple((leaf, edge.node, edge.output_nr) for leaf, edge in edges)
 
 
-def follow_outputs(watcher: Watcher, call: Call, value: object) -> None:
+def follow_outputs(watcher: Watcher, call: RunningCall, value: object) -> None:
     """Watch the gradients of what a call returned."""
     for leaf, tensor in leaves(value):
         if tensor.requires_grad:
             tensor.register_hook(Gradient(watcher, call, "grad_output", leaf))  # type: ignore[no-untyped-call]
 
 
-def follow_inputs(watcher: Watcher, call: Call, value: object) -> None:
+def follow_inputs(watcher: Watcher, call: RunningCall, value: object) -> None:
     """Watch the edges by which this module, and no other consumer, reaches its inputs.
 
     A tensor hook would see the sum over every consumer: the residual stream's, say. The module's own share flows
@@ -115,12 +113,13 @@ def follow_inputs(watcher: Watcher, call: Call, value: object) -> None:
 class Gradient:
     """A hook on one tensor of the graph; it holds the watcher weakly, for graphs outlive recordings."""
 
-    def __init__(self, watcher: Watcher, call: Call, side: Side, leaf: Leaf) -> None:
+    def __init__(self, watcher: Watcher, call: RunningCall, side: Side, leaf: Leaf) -> None:
         self.step, self.number = call.step, call.number
         self.watcher = weakref.ref(watcher)
         self.point = Point(call.name, side, leaf)
 
     def __call__(self, gradient: torch.Tensor) -> None:
+        """Tell the gradient that arrived."""
         try:
             watcher = self.watcher()
             if watcher is None or not watcher.live:
@@ -141,7 +140,7 @@ class Gradient:
 class Inflow:
     """The gradient that flows into one input of one call, added up over the edges it arrives by."""
 
-    def __init__(self, watcher: Watcher, call: Call, leaf: Leaf, source: Node) -> None:
+    def __init__(self, watcher: Watcher, call: RunningCall, leaf: Leaf, source: Node) -> None:
         self.tell = Gradient(watcher, call, "grad_input", leaf)
         self.source = source  # kept alive: its id is the key it is found by
         self.edges = 0

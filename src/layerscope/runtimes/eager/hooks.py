@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from layerscope.points import Leaf, Point, Side
-from layerscope.runtimes.eager.calls import Call
+from layerscope.runtimes.eager.calls import RunningCall
 from layerscope.runtimes.values import argument_leaves, describe, leaves
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class HookedModule:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else has hooks here: theirs keep their order, and the module is not quick anyway."""
+        """Whether the hooks here are all ours: those of others keep their order, and the module is not quick anyway."""
         hooks = (*self.module._forward_pre_hooks.values(), *self.module._forward_hooks.values())
         return all(isinstance(hook, Hook) for hook in hooks)
 
@@ -91,11 +91,11 @@ class Hook:
         return getattr, (nullcontext(), "__exit__")
 
     def failed(self, error: Exception) -> None:
-        """Say that looking raised; the model's run goes on."""
+        """Say that it raised; the model's run goes on."""
         with suppress(Exception):
             self.watcher.sink.failed(Point(self.name, self.side), error)
 
-    def tell(self, call: Call, found: list[tuple[Leaf, torch.Tensor]], value: object) -> None:
+    def tell(self, call: RunningCall, found: list[tuple[Leaf, torch.Tensor]], value: object) -> None:
         """Tell the sink each tensor of a value, or that there is none."""
         watcher, points = self.watcher, self.points
         if not found:

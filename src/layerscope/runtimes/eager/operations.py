@@ -17,8 +17,6 @@ from layerscope.runtimes.eager.calls import Local
 from layerscope.runtimes.sink import Sink, Step
 from layerscope.runtimes.values import argument_leaves, describe, leaves
 
-__all__ = ["OpWatch"]
-
 
 class OpCall(NamedTuple):
     """One operation that is watched while it runs."""
@@ -46,14 +44,14 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operation as it is, and look at what went in and what came out."""
+        """Run the operation as it is, and tell what went in and what came out."""
         kwargs = kwargs or {}
         run = self._begun(func)
         if run is not None:
-            self._look(run, "input", args, kwargs)
+            self._tell(run, "input", args, kwargs)
         value = func(*args, **kwargs)
         if run is not None:
-            self._look(run, "output", value)
+            self._tell(run, "output", value)
         return value
 
     def _begun(self, func: Any) -> OpCall | None:
@@ -78,7 +76,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._failed(Point(str(func), op=True), error)
         return self._names[func]
 
-    def _look(self, run: OpCall, side: Side, value: Any, named: Mapping[str, Any] | None = None) -> None:
+    def _tell(self, run: OpCall, side: Side, value: Any, named: Mapping[str, Any] | None = None) -> None:
         try:
             with self._local.ours:
                 found = leaves(value) if named is None else argument_leaves(value, named)

@@ -19,7 +19,7 @@ import torch
 
 from layerscope.errors import Unsupported
 from layerscope.points import Leaf, Moment
-from layerscope.runtimes.eager.calls import Call, Calls
+from layerscope.runtimes.eager.calls import Calls, RunningCall
 from layerscope.runtimes.eager.gradient_hooks import Gradient
 from layerscope.runtimes.sink import Step
 from layerscope.runtimes.snapshot import copied, restored, why_not_again
@@ -27,8 +27,6 @@ from layerscope.runtimes.values import leaves, replaced
 
 if TYPE_CHECKING:
     from layerscope.runtimes.eager.watcher import Watcher
-
-__all__ = ["Aside"]
 
 _NOTHING_DUE = Step(Moment(), idle=True)
 
@@ -60,7 +58,7 @@ class Aside:
         given, named = replaced(given, apart), replaced(named, apart)
         # What the modules inside are called for here belongs to no step: as below a call in which nothing is due.
         depth = len(calls)
-        calls.append(Call("aside", _NOTHING_DUE, 0, sys._getframe()))
+        calls.append(RunningCall("aside", _NOTHING_DUE, 0, sys._getframe()))
         try:
             with restored(module):
                 self.outputs = dict(leaves(module.forward(*given, **named)))
@@ -69,7 +67,7 @@ class Aside:
         self.gradients: dict[Leaf, torch.Tensor] = {}
         self.expected = 0
 
-    def follow(self, watcher: Watcher, call: Call, value: object) -> None:
+    def follow(self, watcher: Watcher, call: RunningCall, value: object) -> None:
         """Wait for the gradients of what the call itself returned."""
         tell = {leaf: Gradient(watcher, call, "grad_input", leaf) for leaf in self.alike}
         for leaf, tensor in leaves(value):

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch._C._autograd import _get_sequence_nr as next_node
 from torch.compiler import is_compiling
 
 from layerscope.errors import Unsupported
 from layerscope.log import log
 from layerscope.points import Leaf, Moment, Point, Side
-from layerscope.runtimes.eager.calls import Call, Calls, Flow, Local
-from layerscope.runtimes.eager.gradient_hooks import Regions, follow_inputs, follow_outputs, next_node, sources
+from layerscope.runtimes.eager.calls import Calls, Flow, Local, RunningCall
+from layerscope.runtimes.eager.gradient_hooks import Regions, follow_inputs, follow_outputs, sources
 from layerscope.runtimes.eager.hooks import After, Before, Hook, HookedModule
 from layerscope.runtimes.eager.shared_arguments import Aside
 from layerscope.runtimes.sink import Sink, Step
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _tracing_state = torch._C._get_tracing_state
 _graph_task = torch._C._current_graph_task_id
-_NOWHERE = Step(Moment())  # where a repeated call belongs that nobody follows
+_NOWHERE = Step(Moment())  # where a repeated call belongs whose forward is not known
 
 # After so many idle steps in a row the hooks come off: one alone may stand between two that are due, and checkpointed
 # regions repeat their calls in a backward pass that can come many forwards later.
@@ -79,13 +80,15 @@ class Watcher:
             each.off()
 
     def close_in_child(self) -> None:
-        """End the watch in a forked child, where whoever held the lock is not there to release it."""
+        """End the watch in a forked child, where the thread that held the lock is not there to release it."""
         self._lock = threading.RLock()
         self.live = False
 
     # Calls ----------------------------------------------------------------------------------------
 
-    def began(self, hook: Before, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def began(
+        self, hook: Before, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RunningCall | None:
         """Begin a call: outermost, inside another, repeated; None when nothing is to be seen of it."""
         if is_compiling() or _tracing_state() is not None:
             return None
@@ -95,7 +98,7 @@ class Watcher:
             origin = self._regions.repeats(name) if hook.graded else None
             step, number = origin or (_NOWHERE, 0)
             flow = self._flow(hook, args, kwargs, repeated=True) if follow and origin else None
-            call = Call(name, step, number, frame, handled, True, flow)
+            call = RunningCall(name, step, number, frame, handled, True, flow)
             self.local.calls.append(call)
             return call
         outer = self.local.innermost()
@@ -106,7 +109,7 @@ class Watcher:
         flow = self._flow(hook, args, kwargs, repeated=False) if follow and not begun.idle else None
         if hook.graded and not (follow or begun.idle):
             self._regions.may_repeat(name, begun, number)
-        call = Call(name, begun, number, frame, handled, False, flow)
+        call = RunningCall(name, begun, number, frame, handled, False, flow)
         self.local.calls.append(call)
         if outer is None:
             self._settle(begun)
@@ -114,7 +117,7 @@ class Watcher:
             self._inside.add(name)
         return call
 
-    def returned(self, hook: After, call: Call, value: object) -> None:
+    def returned(self, hook: After, call: RunningCall, value: object) -> None:
         """Count a repeated call, and follow the gradients that will flow through this one."""
         if call.repeated and hook.sides and not self._idle:
             self.sink.recomputed(hook.name)
@@ -126,7 +129,7 @@ class Watcher:
             if call.flow.aside is not None:
                 call.flow.aside.follow(self, call, value)
 
-    def ended(self, call: Call, *, failed: bool) -> None:
+    def ended(self, call: RunningCall, *, failed: bool) -> None:
         """End the forward with its outermost call."""
         if not (self.local.calls or call.repeated):
             self.sink.end(call.step, failed=failed)
@@ -193,7 +196,7 @@ class Watcher:
             if self._inside and self._idle >= _IDLE:
                 self._rest()
             return
-        with self._lock:  # the call is known by now: whoever takes hooks off looks for it
+        with self._lock:  # the call is on its stack by now, where `_rest` sees it
             self._idle = 0
             if self.live:
                 for hooked in self._off:

@@ -19,16 +19,17 @@ from typing import Any
 
 import torch
 
-from layerscope.errors import BadModel, Unsupported
+from layerscope.errors import BadModel
 from layerscope.patterns import Place
 from layerscope.points import Side
+from layerscope.runtimes.archives.zip_archive import MEND
 from layerscope.runtimes.forwards import Forwards
 from layerscope.runtimes.graph_calls import places_of
-from layerscope.runtimes.model_files import MEND, damage
+from layerscope.runtimes.model_files import damage
 from layerscope.runtimes.onnx.graph import OnnxGraph
 from layerscope.runtimes.onnx.scales import dequantised, grid_of
 from layerscope.runtimes.onnx.session import Session, library
-from layerscope.runtimes.runtime import Wanted, Weights
+from layerscope.runtimes.runtime import Wanted, Weights, nothing_shared, refuse_gradients
 from layerscope.runtimes.sink import Sink
 from layerscope.runtimes.values import argument_leaves
 
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 NAME = "onnx"
+shared = nothing_shared
 
 _BEGINS = b"\x08"  # the version of the format, which comes first
 
@@ -122,11 +124,6 @@ _INSTEAD = (
 )
 
 
-def shared(model: OnnxModel) -> dict[str, str]:
-    """Return nothing: a shared module is exported under each name it was called by."""
-    return {}
-
-
 def parameters(model: OnnxModel) -> list[torch.Tensor]:
     """Return tensors of the shapes and types of the initializers; their values stay in the file."""
     numpy_type = library("onnx").helper.tensor_dtype_to_np_dtype
@@ -142,11 +139,7 @@ def weights(model: OnnxModel) -> Weights:
 
 def check(model: OnnxModel, wanted: Wanted, *, ops: bool) -> None:
     """Refuse gradients."""
-    if any(side.startswith("grad") for sides in wanted.values() for side in sides):
-        raise Unsupported(
-            "gradients are not seen in ONNX Runtime, which computes a forward alone; "
-            "record them on the module it was made from."
-        )
+    refuse_gradients(wanted, "in ONNX Runtime, which computes a forward alone")
 
 
 @contextmanager
@@ -155,10 +148,10 @@ def watch(
 ) -> Iterator[Callable[..., Any]]:
     """Tell `sink` what passes the wanted sides of the wanted modules until the block ends."""
     forwards = Forwards(sink)
-    looks = sorted([*_module_looks(model.graph, wanted), *_op_looks(model.graph, ops)])
+    taps = sorted([*_module_taps(model.graph, wanted), *_op_taps(model.graph, ops)])
     given = [each.name for each in model.proto.graph.input]
     returned = [each.name for each in model.proto.graph.output]
-    asked = dict.fromkeys(value for look in looks for value in look.values if value not in given)
+    asked = dict.fromkeys(value for tap in taps for value in tap.values if value not in given)
     tapped, worth = model.session(asked)
     untapped: list[Session] = []
 
@@ -171,8 +164,8 @@ def watch(
         inputs = _named(tapped.inputs, args, kwargs)
         values = {**inputs, **tapped.run(inputs)}
         values |= {value: values[name] for value, name in worth.items() if value not in returned}
-        for look in looks:
-            forwards.safely(look.tell, forwards, values)
+        for tap in taps:
+            forwards.safely(tap.tell, forwards, values)
         return _packed([values[name] for name in returned])
 
     yield lambda *args, **kwargs: forwards.run(run, plain, wanted.get("", ()), args, kwargs)
@@ -205,7 +198,7 @@ def _why_silent(graph: OnnxGraph, name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Look:
+class _OnnxTap:
     """One side of one call of a module or an operation: when it takes place, and the values it consists of."""
 
     at: tuple[int, int, int]  # the node it stands at, before or after it, how deep inside
@@ -227,22 +220,22 @@ class _Look:
             forwards.tell(name, self.side, value, call=number, note=note, op=op)
 
 
-def _module_looks(graph: OnnxGraph, wanted: Wanted) -> Iterator[_Look]:
+def _module_taps(graph: OnnxGraph, wanted: Wanted) -> Iterator[_OnnxTap]:
     for name, sides in wanted.items():
         depth = name.count(".")
         for number, call in enumerate(graph.calls.get(name, ()) if name else ()):
             key = (name, str(number))
             takes, gives = "input" in sides, "output" in sides
-            yield _Look((call.first, 0, depth), key, "input", tuple(call.inputs) if takes else (), takes)
-            yield _Look((call.last, 1, -depth), key, "output", tuple(call.outputs) if gives else (), gives)
+            yield _OnnxTap((call.first, 0, depth), key, "input", tuple(call.inputs) if takes else (), takes)
+            yield _OnnxTap((call.last, 1, -depth), key, "output", tuple(call.outputs) if gives else (), gives)
 
 
-def _op_looks(graph: OnnxGraph, ops: Callable[[str], str | None] | None) -> Iterator[_Look]:
+def _op_taps(graph: OnnxGraph, ops: Callable[[str], str | None] | None) -> Iterator[_OnnxTap]:
     for (op, fx), (within, call) in graph.ops.items() if ops is not None else ():
         name = ops(op) if ops is not None else None
         if name is not None:
-            yield _Look((call.first, 0, 1 << 20), (name, fx), "input", tuple(call.inputs), within=within)
-            yield _Look((call.last, 1, -(1 << 20)), (name, fx), "output", tuple(call.outputs), within=within)
+            yield _OnnxTap((call.first, 0, 1 << 20), (name, fx), "input", tuple(call.inputs), within=within)
+            yield _OnnxTap((call.last, 1, -(1 << 20)), (name, fx), "output", tuple(call.outputs), within=within)
 
 
 def _named(inputs: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
     numbers, unclear = call_numbers(nodes, classes)
     numbers["layers.3"]         # place of a node -> the number of the call
-    unclear["block"]            # how often the same runs in a row, where nobody can tell whose loop it is
+    unclear["block"]            # how often the same runs in a row, where the file does not tell whose loop it is
 
 Nodes stand in the order they were traced in, so a call is over when something else ran, and the module goes on with
 what became of its result, or does the same again. What runs several times in a row is as many calls where the module
@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-__all__ = ["SIZES", "OnnxNode", "call_numbers", "merged"]
 
 SIZES = ("aten.sym_", "_operator.", "math.")  # operations on sizes, which are no tensors in torch
 _UNNAMED = "val_"  # what the exporter calls values in the middle of an operation

@@ -21,12 +21,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Literal
 
-from layerscope.runtimes.graph_calls import ModuleCall, ScopedNode, module_calls
+from layerscope.runtimes.graph_calls import GraphCall, ScopedNode, module_calls
 from layerscope.runtimes.onnx.call_numbers import SIZES, OnnxNode, call_numbers, merged
 from layerscope.runtimes.onnx.names import read_names, read_order, values_aside, weights_of, without_metadata
 from layerscope.runtimes.onnx.scales import PRODUCTS, quantised_values_alone
-
-__all__ = ["OnnxGraph"]
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
@@ -41,8 +39,8 @@ class OnnxGraph:
     """The modules of a graph, what they compute, and whose weights are used without a call."""
 
     kinds: dict[str, str]
-    calls: dict[str, list[ModuleCall]]
-    ops: dict[tuple[str, str], tuple[str, ModuleCall]]  # operation, and its name in the graph -> module, call
+    calls: dict[str, list[GraphCall]]
+    ops: dict[tuple[str, str], tuple[str, GraphCall]]  # operation, and its name in the graph -> module, call
     users: dict[str, str]
     unclear: dict[str, int]  # module -> how often the same runs in a row; 0 where its last operations are not known
     told_by: Literal["metadata", "names", "order"]

@@ -18,8 +18,6 @@ from torch.utils.dlpack import from_dlpack
 
 from layerscope.errors import BadModel, MissingExtra
 
-__all__ = ["Session", "library"]
-
 _ERRORS = 3  # below that, it warns of every constant that it does not fold
 _WEIGHTS = "session.model_external_initializers_file_folder_path"
 

@@ -18,8 +18,6 @@ from layerscope.errors import Damaged, LayerscopeError, Unsupported
 from layerscope.store.address import Folder
 from layerscope.store.layouts.copies import path_of
 
-__all__ = ["Member", "archive", "is_zip"]
-
 Member = zipfile.ZipInfo
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 # Deflate makes 258 bytes of 2 bits at most.

@@ -27,8 +27,6 @@ from layerscope.store.layouts.unread import Unread, flat_pieces, mapped
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NUMPY", "array", "npy", "npz"]
-
 # Torch's names of the dtypes that numpy has too.
 NUMPY = (
     *("float16", "float32", "float64", "complex64", "complex128", "bool"),

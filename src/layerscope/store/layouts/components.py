@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from layerscope.store.layouts.writing import Job
     from layerscope.store.run import Entry
 
-__all__ = ["COMPONENTS", "Component", "component_in", "components_of", "entry_in", "file_of", "key_of", "written_entry"]
-
 # What each is called in a model: here and in transformers, and by this layout itself.
 COMPONENTS = {"conv": ("conv1d", "conv"), "ssm": ("scan", "ssm")}
 _SIDES: tuple[Side, ...] = ("input", "output")

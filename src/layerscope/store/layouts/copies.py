@@ -17,8 +17,6 @@ from weakref import finalize
 from layerscope.errors import Damaged, Unsupported
 from layerscope.store.address import Folder, LocalFolder
 
-__all__ = ["path_of"]
-
 _AT_A_TIME = 16 << 20
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from layerscope.errors import Ambiguous, NoSuchPoint
 from layerscope.points import Leaf, Point, Side
 
-__all__ = ["Decoder", "decoder", "leaf_of"]
-
 STACKS = ("layers", "h", "blocks", "layer", "block")
 EMBEDDINGS = (
     "embedding",

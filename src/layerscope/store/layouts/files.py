@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from layerscope.stats import Summary
 
-__all__ = ["Batch", "numpy_dtype", "opened", "write_json", "write_npy", "write_pt"]
-
 # Values at a time: 16 MB of float32.
 _PIECE = 4 << 20
 

@@ -22,14 +22,11 @@ from layerscope.store.layouts.foreign import foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.quamba import about, said_of
 from layerscope.store.layouts.statistics import described, object_in
-from layerscope.store.manifest import Completeness, Manifest
 from layerscope.store.run import Run
 
 if TYPE_CHECKING:
     from layerscope.store.layouts.writing import Job
     from layerscope.store.run import Entry
-
-__all__ = ["NAME", "key", "recognise", "statistics_name", "write"]
 
 NAME = "first_layer_io_all_modes.npz"
 SIDES: tuple[Side, ...] = ("input", "output")
@@ -78,10 +75,9 @@ def recognise(place: Place) -> Run | None:
         for item in items
         for alias in (item.point.side, key(mode, item.point.side), f"layer_0_{item.point.side}")
     }
-    done = Completeness(state="unknown", points=len(items), records=len(items))
-    manifest = Manifest(**said_of(said, mode), mode=mode, aliases=aliases, completeness=done)
+    about = {**said_of(said, mode), "mode": mode, "aliases": aliases}
     return foreign_run(
-        f"{place.address}:{mode}", "first-layer", items, manifest=manifest, notes=notes, reopen=(place.address, mode)
+        f"{place.address}:{mode}", "first-layer", items, notes=notes, reopen=(place.address, mode), **about
     )
 
 

@@ -23,16 +23,15 @@ from layerscope.points import Leaf, Moment, Point, unwrapped
 from layerscope.store.address import Folder
 from layerscope.store.dtypes import STORED
 from layerscope.store.layouts.copies import path_of
-from layerscope.store.layouts.foreign import Item, foreign_run
+from layerscope.store.layouts.foreign import foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.unread import Unread, later, mapped
-from layerscope.store.manifest import Completeness, Manifest, Missing
+from layerscope.store.manifest import Missing
 from layerscope.store.run import Run
+from layerscope.store.source import Item
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["recognise"]
 
 _TREES = ("_debug_tree_FULL_TENSORS.json", "_debug_tree_SUMMARY.json")
 _TENSORS = ".safetensors"
@@ -75,9 +74,8 @@ def recognise(place: Place) -> Run | None:
         return None
     reading = _Reading(place.files, model, tree)
     items = reading.items()
-    completeness = Completeness("unknown", points=len(items), records=len(items), missing=reading.missing)
-    manifest = Manifest({"class": model}, runtime="transformers", started="", completeness=completeness)
-    return foreign_run(place.address, "huggingface", items, manifest=manifest, notes=reading.notes())
+    about: dict[str, Any] = {"model": {"class": model}, "runtime": "transformers"}
+    return foreign_run(place.address, "huggingface", items, notes=reading.notes(), missing=reading.missing, **about)
 
 
 def _model(name: str) -> str:

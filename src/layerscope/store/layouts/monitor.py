@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from layerscope.errors import Damaged, LayerscopeError, RunExists, Unsupported
 from layerscope.points import Leaf, Moment, Point
-from layerscope.store.layouts.foreign import Item, foreign_run
+from layerscope.store.layouts.foreign import foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.torchfiles import Opaque, leaves, saved
 from layerscope.store.layouts.unread import Unread
-from layerscope.store.manifest import Completeness, Manifest, Missing
+from layerscope.store.manifest import Missing
 from layerscope.store.run import Run
+from layerscope.store.source import Item
 
 if TYPE_CHECKING:
     import torch
 
     from layerscope.store.layouts.writing import Job
     from layerscope.store.run import Entry
-
-__all__ = ["item_name", "recognise", "write"]
 
 _NAME = re.compile(r"(single_)?epoch_\d+_\d{3,}\.pt")
 _KEYS = {"epoch", "batch_idx", "layer", "output"}
@@ -72,9 +71,7 @@ def recognise(place: Place) -> Run | None:
                 else:
                     notes.append(f"{name}: {here} is a {type(leaf).__name__}, no tensor: it is passed over")
     items.sort(key=lambda item: item.moment)
-    done = Completeness("unknown", points=len({i.point for i in items}), records=len(items), missing=missing)
-    manifest = Manifest(aliases=aliases, started="", completeness=done)
-    return foreign_run(place.address, "monitor", items, manifest=manifest, notes=notes)
+    return foreign_run(place.address, "monitor", items, notes=notes, missing=missing, aliases=aliases)
 
 
 def _files(place: Place) -> list[str]:

@@ -22,14 +22,13 @@ from layerscope.points import Leaf, Moment, Point, Side, unwrapped
 from layerscope.store.address import Folder
 from layerscope.store.dtypes import STORED
 from layerscope.store.layouts.arrays import npy
-from layerscope.store.layouts.foreign import Item, foreign_run
+from layerscope.store.layouts.foreign import foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.torchfiles import saved, tensor_in
 from layerscope.store.layouts.unread import Unread, later
-from layerscope.store.manifest import Completeness, Manifest, Missing
+from layerscope.store.manifest import Missing
 from layerscope.store.run import Run
-
-__all__ = ["recognise"]
+from layerscope.store.source import Item
 
 _DUMP = "dump.json"
 _TENSORS = "dump_tensor_data"
@@ -75,9 +74,8 @@ def recognise(place: Place) -> Run | None:
     if not items and reading.damage:
         raise Damaged(f"{place.address}: {reading.damage[0]}")
     settings = {key: value for key, value in reading.about.items() if isinstance(value, str)}
-    completeness = Completeness(state="unknown", points=len(items), records=len(items), missing=reading.missing)
-    manifest = Manifest(runtime="msprobe", settings=settings, started="", completeness=completeness)
-    return foreign_run(place.address, "msprobe", items, manifest=manifest, notes=reading.notes())
+    about: dict[str, Any] = {"runtime": "msprobe", "settings": settings}
+    return foreign_run(place.address, "msprobe", items, notes=reading.notes(), missing=reading.missing, **about)
 
 
 def _parts(files: Folder) -> list[_Part]:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from layerscope.store.layouts.writing import Job
     from layerscope.store.run import Entry
 
-__all__ = ["write"]
-
 # Nobody is kept from computing: better to wait for the disk than to drop.
 _PATIENCE = 3600.0
 _PIECE = 1 << 20

@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from layerscope.errors import Damaged, RunExists
 from layerscope.points import Moment, Point
-from layerscope.store.layouts.foreign import Item, foreign_run
+from layerscope.store.layouts.foreign import foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.quamba import about
 from layerscope.store.layouts.statistics import described, summary_of
 from layerscope.store.layouts.torchfiles import Opaque, leaves, saved, tensor_in
 from layerscope.store.layouts.unread import Unread
-from layerscope.store.manifest import Completeness, Manifest
 from layerscope.store.run import Run
+from layerscope.store.source import Item
 
 if TYPE_CHECKING:
     import torch
 
     from layerscope.store.layouts.writing import Job
-
-__all__ = ["EMBEDDING", "LOGITS", "METADATA", "STATISTICS", "layer_name", "own", "recognise", "write"]
 
 EMBEDDING, LOGITS = "embedding_output.pt", "logits_output.pt"
 STATISTICS, METADATA = "statistics.pt", "metadata.pt"
@@ -66,13 +64,9 @@ def recognise(place: Place) -> Run | None:
     items = [_item(place, name, Point(point)) for name, point in files.items()]
     items += _summaries(statistics, {item.point.name for item in items}, notes)
     items.sort(key=_depth)
-    manifest = Manifest(
-        **_said(about),
-        aliases=_aliases(files, items),
-        started=str(about.get("timestamp") or ""),
-        completeness=Completeness(state="unknown", points=len(items), records=len(items)),
-    )
-    return foreign_run(place.address, "neuron", items, manifest=manifest, notes=notes)
+    started = str(about.get("timestamp") or "")
+    said = {**_said(about), "aliases": _aliases(files, items), "started": started}
+    return foreign_run(place.address, "neuron", items, notes=notes, **said)
 
 
 def _item(place: Place, name: str, point: Point) -> Item:

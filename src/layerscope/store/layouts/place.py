@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from layerscope.errors import Ambiguous, NotARun
 from layerscope.store.address import Folder
 
-__all__ = ["Place"]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

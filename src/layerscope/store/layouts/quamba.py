@@ -16,16 +16,15 @@ from layerscope.errors import NotARun, RunExists
 from layerscope.points import Moment, Point
 from layerscope.store.layouts.arrays import npy
 from layerscope.store.layouts.components import component_in, components_of, entry_in, file_of, key_of, written_entry
-from layerscope.store.layouts.foreign import Item, foreign_run
+from layerscope.store.layouts.foreign import foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.statistics import described, object_in, summary_of
-from layerscope.store.manifest import Completeness, Manifest, now
+from layerscope.store.manifest import Manifest, now
 from layerscope.store.run import Run
+from layerscope.store.source import Item
 
 if TYPE_CHECKING:
     from layerscope.store.layouts.writing import Job
-
-__all__ = ["about", "array_name", "mode_of", "recognise", "said_of", "statistics_name", "timestamp", "write"]
 
 _ARRAY = re.compile(r"mode_(.+)_layer_(\d{1,9})\.npy", re.DOTALL)
 _STATISTICS = re.compile(r"mode_(.+)_stats\.json", re.DOTALL)
@@ -93,10 +92,8 @@ def _opened(
             f"{'; '.join(notes) or 'no layer in its file'}. Files mode_{{M}}_layer_{{i}}.npy are looked for."
         )
     aliases = {alias: [str(item.point)] for item in items for alias in _aliases(mode, item.point)}
-    manifest = Manifest(**said_of(said, mode), mode=mode, aliases=aliases, completeness=_unknown(len(items)))
-    return foreign_run(
-        f"{place.address}:{mode}", "quamba", items, manifest=manifest, notes=notes, reopen=(place.address, mode)
-    )
+    about = {**said_of(said, mode), "mode": mode, "aliases": aliases}
+    return foreign_run(f"{place.address}:{mode}", "quamba", items, notes=notes, reopen=(place.address, mode), **about)
 
 
 def _entry(key: str) -> Point | None:
@@ -138,10 +135,6 @@ def said_of(said: Mapping[str, Any], mode: str) -> dict[str, Any]:
         "started": started if isinstance(started, str) else "",
         "settings": grid | settings,
     }
-
-
-def _unknown(records: int) -> Completeness:
-    return Completeness(state="unknown", points=records, records=records)
 
 
 # Writing --------------------------------------------------------------------------------------------

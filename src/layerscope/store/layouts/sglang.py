@@ -18,15 +18,14 @@ from typing import Any, cast
 from layerscope.errors import LayerscopeError
 from layerscope.points import Leaf, Moment, Point, Side, unwrapped
 from layerscope.store.address import Folder, folder
-from layerscope.store.layouts.foreign import Item, foreign_run
+from layerscope.store.layouts.foreign import foreign_run
 from layerscope.store.layouts.place import Place
 from layerscope.store.layouts.torchfiles import Opaque, leaves, saved
 from layerscope.store.layouts.unread import Unread
-from layerscope.store.manifest import Completeness, Manifest, Missing
+from layerscope.store.manifest import Missing
 from layerscope.store.run import Run
+from layerscope.store.source import Item
 from layerscope.store.strictjson import JSON
-
-__all__ = ["recognise"]
 
 _BETWEEN = re.compile(r"___(?=[A-Za-z](?:(?!___)\w)*=)")
 _TAG = re.compile(r"([A-Za-z]\w*)=(.*)", re.DOTALL)
@@ -87,9 +86,8 @@ def _among(names: Sequence[str]) -> list[_File]:
 def _run(place: Place, found: Sequence[_File], *, mode: str | None = None) -> Run:
     reading = _Reading(place.files, sorted(found, key=lambda each: (each.rank, each.number)))
     items = list(reading.items())
-    completeness = Completeness("unknown", points=len(items), records=len(items), missing=reading.missing)
-    manifest = Manifest(mode=mode, runtime="sglang", aliases=reading.aliases, started="", completeness=completeness)
-    return foreign_run(place.address, "sglang", items, manifest=manifest, notes=reading.notes())
+    about: dict[str, Any] = {"mode": mode, "runtime": "sglang", "aliases": reading.aliases}
+    return foreign_run(place.address, "sglang", items, notes=reading.notes(), missing=reading.missing, **about)
 
 
 class _Reading:

@@ -21,8 +21,6 @@ from layerscope.store.address import Folder
 if TYPE_CHECKING:
     from layerscope.stats import Summary
 
-__all__ = ["described", "object_in", "summary_of"]
-
 _LARGEST = 256 << 20
 _COUNTS = ("count", "nan", "posinf", "neginf", "zeros")
 _MOMENTS = ("mean", "std", "min", "max", "l1")

@@ -36,8 +36,6 @@ from layerscope.store.layouts.unread import Unread, mapped
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Opaque", "leaves", "saved", "tensor_in"]
-
 # Pickles beside tensors are small; this one would be a list of a million numbers.
 _LARGEST = 64 << 20
 _MOST_LEAVES = 100_000

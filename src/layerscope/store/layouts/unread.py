@@ -21,15 +21,13 @@ from layerscope.errors import Damaged
 from layerscope.points import Moment, Point
 from layerscope.store.address import Folder
 from layerscope.store.dtypes import nbytes, stored
-from layerscope.store.layouts.foreign import Item
+from layerscope.store.source import Item
 from layerscope.store.strictjson import JSON
 
 if TYPE_CHECKING:
     import torch
 
     from layerscope.stats import Summary
-
-__all__ = ["Unread", "blocks", "flat_pieces", "later", "mapped"]
 
 _AT_A_TIME = 1 << 20  # bytes that are copied at a time, where pieces are smaller
 _BLOCK = 1 << 25  # and that are put in order at a time, while the block before is still somebody's

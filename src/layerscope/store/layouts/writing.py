@@ -24,8 +24,6 @@ from layerscope.store.joining import are_samples, joined
 from layerscope.store.records import WHEN
 from layerscope.store.run import Entry, Run
 
-__all__ = ["WRITTEN", "Converted", "Job", "Layout", "Left", "Written", "convert"]
-
 Layout = Literal["layerscope", "quamba", "first-layer", "neuron", "monitor"]
 WRITTEN: tuple[Layout, ...] = get_args(Layout)
 

@@ -14,7 +14,7 @@ import pytest
 
 from layerscope.errors import Damaged, Unsupported
 from layerscope.points import Point
-from layerscope.store import Manifest, open_run
+from layerscope.store import open_run
 from layerscope.store.address import LocalFolder
 from layerscope.store.layouts import arrays, unread
 from layerscope.store.layouts.arrays import array, npy, npz
@@ -22,7 +22,7 @@ from layerscope.store.layouts.foreign import foreign_run
 
 
 def entry_of(found):
-    (entry,) = foreign_run("a", "quamba", [found.item(Point("layers.0"))], manifest=Manifest()).records()
+    (entry,) = foreign_run("a", "quamba", [found.item(Point("layers.0"))]).records()
     return entry
 
 
@@ -201,14 +201,13 @@ import torch
 from growing import growth
 from layerscope.compare.measure import measure
 from layerscope.points import Point
-from layerscope.store import Manifest
 from layerscope.store.address import LocalFolder
 from layerscope.store.layouts.arrays import array, npz
 from layerscope.store.layouts.foreign import foreign_run
 
 files = LocalFolder(Path(sys.argv[1]))
 items = [array(files, "a.npz", m).item(Point(key)) for key, m in npz(files, "a.npz").items()]
-one, other = foreign_run("a", "first-layer", items, manifest=Manifest()).records()
+one, other = foreign_run("a", "first-layer", items).records()
 measure(torch.zeros(9), torch.ones(9))
 metrics, streamed = growth(lambda: measure(one, other))
 _, whole = growth(lambda: [one.tensor(), other.tensor()])

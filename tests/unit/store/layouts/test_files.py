@@ -9,16 +9,16 @@ import torch
 
 from layerscope.errors import Unsupported
 from layerscope.points import Moment, Point
-from layerscope.store import Manifest
 from layerscope.store.layouts import files
 from layerscope.store.layouts.files import Batch, numpy_dtype, write_json, write_npy, write_pt
-from layerscope.store.layouts.foreign import Item, foreign_run
+from layerscope.store.layouts.foreign import foreign_run
+from layerscope.store.source import Item
 
 
 def entry_of(tensor):
     name = str(tensor.dtype).removeprefix("torch.")
     item = Item(Point("p"), Moment(), name, tuple(tensor.shape), tensor.nbytes, lambda: tensor)
-    (entry,) = foreign_run("a", "x", [item], manifest=Manifest()).records()
+    (entry,) = foreign_run("a", "x", [item]).records()
     return entry
 
 

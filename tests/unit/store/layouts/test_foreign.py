@@ -6,8 +6,8 @@ import torch
 from layerscope.errors import Ambiguous
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
-from layerscope.store import Manifest
-from layerscope.store.layouts.foreign import Item, foreign_run
+from layerscope.store.layouts.foreign import foreign_run
+from layerscope.store.source import Item
 
 
 def of(tensor, moment=None, **kwargs):
@@ -16,7 +16,7 @@ def of(tensor, moment=None, **kwargs):
 
 
 def run(*items):
-    return foreign_run("somewhere", "quamba", items, manifest=Manifest())
+    return foreign_run("somewhere", "quamba", items)
 
 
 def test_nothing_is_loaded_before_it_is_asked_for():
