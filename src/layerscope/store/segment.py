@@ -375,8 +375,8 @@ class Sealed(Columns):
         self._suspect = self._looked = False
         tail = _TAIL if isinstance(files, LocalFolder) else _TAIL_ELSEWHERE
         self._trailer = b""
-        self._tail_at = max(0, self.size - tail)
-        self._tail = bytes(files.read(name, offset=self._tail_at, length=tail))
+        begins = max(0, self.size - tail)
+        self._tail = begins, bytes(files.read(name, offset=begins, length=tail))
         about = self._read_footer()
         self._about = about if about is not None else self._without_footer()
         if self._about.get("format") != FORMAT:
@@ -411,6 +411,10 @@ class Sealed(Columns):
             raise TypeError(f"dtypes {self.dtypes}")
 
     @property
+    def _end(self) -> bytes:
+        return self._tail[1][-_TRAILER.size :]
+
+    @property
     def tensors(self) -> tuple[int, int]:
         """Where the bytes of its tensors lie."""
         return int(self._begin), int(self._about["tensors"])
@@ -429,7 +433,7 @@ class Sealed(Columns):
                 for name in wanted:
                     self.arrays[name] = self._column(name, read)
             if isinstance(self._files, LocalFolder):  # a run may have a thousand segments
-                self._tail_at, self._tail = self.size - _TRAILER.size, self._tail[-_TRAILER.size :]
+                self._tail = self.size - _TRAILER.size, self._end
         except FileNotFoundError:
             if not isinstance(self._files, LocalFolder):  # it may have been merged
                 raise
@@ -473,8 +477,8 @@ class Sealed(Columns):
 
         def from_tail(read: Callable[[int, int], bytes | bytearray]) -> Callable[[int, int], bytes | bytearray]:
             def stretch(offset: int, length: int) -> bytes | bytearray:
-                at = offset - self._tail_at
-                return self._tail[at : at + length] if at >= 0 else read(offset, length)
+                begins, tail = self._tail  # another thread may let it go
+                return tail[offset - begins :][:length] if offset >= begins else read(offset, length)
 
             return stretch
 
@@ -491,7 +495,7 @@ class Sealed(Columns):
         whole = [p for p in places if len(p) == 2 and all(type(n) is int for n in p) and 0 <= p[0] <= p[1]]
         stretches: list[list[int]] = []
         for first, last in sorted((self._begin + first, self._begin + last) for first, last in whole):
-            if first >= self._tail_at:
+            if first >= self._tail[0]:
                 break
             if stretches and first - stretches[-1][1] <= _GAP:
                 stretches[-1][1] = max(last, stretches[-1][1])
@@ -511,22 +515,21 @@ class Sealed(Columns):
 
     def _read_footer(self) -> dict[str, Any] | None:
         try:
-            length, check, _, magic = _TRAILER.unpack(self._tail[-_TRAILER.size :])
+            length, check, _, magic = _TRAILER.unpack(self._end)
             end = self.size - _TRAILER.size
             if magic != _MAGIC or not 0 < length <= min(end, _LARGEST_FOOTER):
                 raise ValueError("its end is not one that was written")
-            if length + _TRAILER.size > len(self._tail):
-                self._tail_at = end - length
-                self._tail = bytes(self._files.read(self.name, offset=end - length))
-            at = end - length - self._tail_at
-            raw = self._tail[at : at + length]
+            if length + _TRAILER.size > len(self._tail[1]):
+                self._tail = end - length, bytes(self._files.read(self.name, offset=end - length))
+            begins, tail = self._tail
+            raw = tail[end - length - begins :][:length]
             if crc32c(raw) != check:
                 raise ValueError("its checksum differs")
             about = _inflated(raw)
             if not isinstance(about, dict):
                 raise ValueError("it is not what a footer holds")
             about["constants"] = strictjson.decoded(about["constants"])
-            self._trailer = self._tail[-_TRAILER.size :]
+            self._trailer = self._end
             return about
         except (ValueError, struct.error, zlib.error, KeyError, RecursionError) as error:
             self.damage.append((f"its footer cannot be read ({error}); each record is checked by itself", None))
@@ -552,7 +555,7 @@ class Sealed(Columns):
     def _begin(self) -> int:
         """Where the data begin: what is left of the file before columns and footer."""
         footer_end = max((column[3] for column in self._about["columns"].values()), default=0)
-        length = _TRAILER.unpack(self._tail[-_TRAILER.size :])[0] + _TRAILER.size
+        length = _TRAILER.unpack(self._end)[0] + _TRAILER.size
         return int(self.size - length - footer_end)
 
     def _without_footer(self) -> dict[str, Any]:
