@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
     hand_over(error)
 
 if TYPE_CHECKING:
-    from layerscope.modes import Recorded
+    from layerscope.store import Run
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def main() -> int:
                 continue
             if asked.quantize and "quant_only" not in one.mode.groups:
                 tell_user(f"mode {one.mode.name} is in floating point: --quantize changes nothing of it")
-            save(one, Path(asked.output_dir))
+            save(one.run, one.mode.name, Path(asked.output_dir))
             del one
     return 2 if failed else 0
 
@@ -73,11 +73,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def save(one: Recorded, folder: Path) -> None:
+def save(run: Run, mode: str, folder: Path) -> None:
     """Write the files of a mode in place of those that are there, and print a line of statistics for each layer."""
-    convert(one.run, folder, layout="quamba", overwrite=True)
-    file = folder / statistics_name(one.mode.name)
-    print(f"mode {one.mode.name}: {file}")
+    convert(run, folder, layout="quamba", overwrite=True)
+    file = folder / statistics_name(mode)
+    print(f"mode {mode}: {file}")
     for name, layer in json.loads(file.read_text()).items():
         if name.startswith("layer_"):
             mean, std, low, high = (float(layer[key]) for key in ("mean", "std", "min", "max"))

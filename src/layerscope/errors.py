@@ -41,7 +41,13 @@ __all__ = [
     "RunExists",
     "Stopped",
     "Unsupported",
+    "first_line",
 ]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, to be part of a sentence; its name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 class LayerscopeError(Exception):

@@ -156,7 +156,7 @@ def test_a_file_cut_anywhere_costs_only_what_was_behind_the_cut(run_folder, tmp_
 @pytest.mark.stress
 @pytest.mark.parametrize("seed", range(10))
 def test_ten_thousand_flips_and_cuts(run_folder, tmp_path, seed):
-    check_flips(run_folder, tmp_path, random.Random(f"flips {seed}"), 400, recovering=20)
+    check_flips(run_folder, tmp_path, random.Random(f"flips {seed}"), 500, recovering=20)
     check_cuts(run_folder, tmp_path, random.Random(f"cuts {seed}"), 100)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,6 +85,36 @@ def test_a_name_beyond_ascii_is_found_in_a_c_locale(tmp_path):
     assert ls.open_run(tmp_path / NOT_ASCII).state == "complete"
 
 
+def test_no_file_of_a_run_has_a_name_that_some_file_system_lacks(tmp_path):
+    """FAT has no colon, others no difference between a and A, and little room: nothing is named after a module."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "A": nn.Linear(2, 2), "con:aux?*" + "x" * 300: nn.Linear(2, 2)})
+    model.forward = lambda x: [layer(x) for layer in model.values()]
+    with ls.record(model, "**:*", to=tmp_path / "run"):
+        model(torch.ones(1, 2))
+    assert len(ls.open_run(tmp_path / "run")) == 3 * 2
+    names = [part for path in (tmp_path / "run").rglob("*") for part in path.relative_to(tmp_path).parts]
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,31}", name) for name in names), names
+
+
+def test_a_clock_that_jumps_and_steps_that_come_again_leave_a_run_in_order(tmp_path, monkeypatch):
+    model, clock = nn.Identity(), time.time
+    for attempt in range(2):
+        with ls.record(model, ".", to=tmp_path / "run", append=attempt > 0) as rec:
+            for step in (0, 1, 2):
+                ahead = (-1) ** step * 1e8
+                monkeypatch.setattr(time, "time", lambda ahead=ahead: clock() + ahead)
+                monkeypatch.setattr(time, "time_ns", lambda ahead=ahead: int((clock() + ahead) * 1e9))
+                rec.moment(step=step + attempt, batch=0)
+                model(torch.full((2,), 10.0 * attempt + step))
+                rec.flush()
+    run = ls.open_run(tmp_path / "run")
+    assert run.complete
+    assert run.damaged == []
+    found = {entry.moment.step: entry.tensor()[0].item() for entry in run.records()}
+    assert found == {0: 0, 1: 10, 2: 11, 3: 12}  # of a step that came again the later counts
+    assert run.replaced == 2
+
+
 @pytest.mark.parametrize("on_disk", [False, pytest.param(True, marks=pytest.mark.stress)])
 def test_a_thousand_recordings_leave_nothing_behind(on_disk, tmp_path):
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4, requires_grad=True)
@@ -100,6 +134,70 @@ def test_a_thousand_recordings_leave_nothing_behind(on_disk, tmp_path):
     assert since() == ([], [])
     assert len(gc.get_objects()) - objects < 1000
     assert resident() - before < (4 << 20)
+
+
+def test_comparing_run_after_run_keeps_no_mapping_and_no_file(tmp_path):
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    for name in ("a", "b"):
+        with ls.record(model, "**", to=tmp_path / name):
+            model(torch.ones(600, 512))  # more than a MiB each, which is mapped where it is asked for
+
+    def round_():
+        ls.compare(tmp_path / "a", tmp_path / "b")
+        for entry in ls.open_run(tmp_path / "a").records():
+            entry.tensor().sum()
+
+    def mappings():
+        gc.collect()
+        return Path("/proc/self/maps").read_text("utf-8", "replace").count(str(tmp_path))
+
+    round_()
+    since = left_open()
+    for _ in range(4):
+        round_()
+    assert since()[1] == []
+    assert mappings() == 0
+    held = [ls.open_run(tmp_path / "a").tensor("0") for _ in range(3)]
+    assert mappings() >= 3  # the count can fail
+    del held
+
+
+def served(model, x, count):
+    """Call it from one coroutine after another."""
+
+    async def one():
+        await asyncio.sleep(0)
+        model(x)
+
+    async def every():
+        for _ in range(count):
+            await asyncio.create_task(one())
+
+    asyncio.run(every())
+
+
+@pytest.mark.parametrize("steps", [2_000, pytest.param(102_400, marks=pytest.mark.stress)])
+def test_steps_without_end_from_threads_and_coroutines_leave_nothing_behind(steps, tmp_path):
+    """In the long form each turn fills a segment, so that as much of the next is held after each."""
+    model, x, held = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Tanh()), torch.ones(2, 4), []
+    with ThreadPoolExecutor(8) as pool, ls.record(model, "**", to=tmp_path / "run", keep="summary") as rec:
+        for turn in range(25):
+            for each in [pool.submit(model, x) for _ in range(steps // 50)]:
+                each.result()
+            served(model, x, steps // 50)
+            rec.flush()
+            gc.collect()
+            held.append((resident(), len(gc.get_objects())))
+            if turn == 0:
+                since = left_open()
+        assert since() == ([], [])
+    run = ls.open_run(tmp_path / "run")
+    assert run.complete
+    assert len(run) == 4 * steps
+    if steps > 20_000:
+        memory, objects = (end - middle for middle, end in zip(held[9], held[-1], strict=True))
+        assert memory < (16 << 20), held  # what the allocator keeps in pieces: with one arena less than 1 MiB
+        assert objects < 1000, held
 
 
 def resident():

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["mask_of", "rows_kept"]
+__all__ = ["MASKS", "mask_of", "rows_kept"]
 
-_NAMES = ("attention_mask", "padding_mask", "decoder_attention_mask")
+MASKS = ("attention_mask", "padding_mask", "decoder_attention_mask")
 
 
 def mask_of(given: Mapping[str, object]) -> torch.Tensor | None:
     """Return which tokens count, by a mask among a model's inputs; None when there is none, or it hides nothing."""
     import torch
 
-    for name in _NAMES:
+    for name in MASKS:
         mask = given.get(name)
         if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.is_complex():
             seen = mask.cpu() != 0

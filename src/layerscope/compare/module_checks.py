@@ -83,7 +83,7 @@ class Checker:
         from layerscope.checks.forms import other_form
 
         x = self._input_of(one)
-        name = None if x is None else other_form(x.tensor(), one.candidate.tensor(), within=4 * max(floor, 1e-6))
+        name = None if x is None else other_form(x.tensor(), one.whole.tensor(), within=4 * max(floor, 1e-6))
         if name is None or name == found.checked.check.kind:
             return f"; the reference's function is {found.checked.check.kind}"
         return f"; it computes {name}, the reference {found.checked.check.kind}"
@@ -117,7 +117,7 @@ class Checker:
         if given is None:
             return None
         try:
-            x, y = given.tensor(), one.candidate.tensor()
+            x, y = given.tensor(), one.whole.tensor()
         except LayerscopeError:
             return None
         kept = rows_kept(self._plan.tokens_at(one), tuple(y.shape))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from math import prod
@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 from layerscope.checks import Numbers, largest_of, mask_of, numbers_of, rows_kept
 from layerscope.compare.align.alignment import Alignment, Pair, align
+from layerscope.compare.align.experts import grouped, rows_together
 from layerscope.compare.align.moments import pair_moments
 from layerscope.compare.align.pairing import PairingRule
+from layerscope.compare.align.positions import Positions, SharedRows, StepKey, by_position, positions_of, step_key
 from layerscope.compare.align.run_points import RunPoint
 from layerscope.compare.align.similarity import Similarity, form_of
 from layerscope.compare.measure.masks import is_mask, seen_alike
@@ -103,7 +105,9 @@ class Plan:
         self.told: list[RecordPair] = []  # what is not measured, and why
         self.declared_tokens = tokens
         self.computes = CLASSES[0]  # the class that the candidate is known to compute in, where that is coarser
-        self._tokens: dict[tuple[int | None, int, int, int], torch.Tensor | None] = {}
+        self._tokens: dict[StepKey, torch.Tensor | None] = {}
+        self._sharing: dict[tuple[StepKey, StepKey], bool | None] = {}
+        self._shared: dict[tuple[StepKey, StepKey], SharedRows | None] = {}
         for pair in self.alignment.pairs:
             self._plan(pair)
         self.pairs.sort(key=attrgetter("place"))
@@ -118,18 +122,89 @@ class Plan:
 
     def _plan(self, pair: Pair) -> None:
         here, there = self.left.of[pair.reference], self.right.of[pair.candidate]
-        matched, lone, other = pair_moments(list(here), list(there))
+        found = pair_moments(list(here), list(there))
+        matched, lone, other = by_position(found, self._share) if all(self._positions) else found
+        fits = not lone and not other and all(here[mine].shape == there[its].shape for mine, its, _ in matched)
+        regrouped = set() if fits else self._regrouped(pair, here, there)
+        matched = [each for each in matched if step_key(each[0]) not in regrouped]
+        lone, other = ([m for m in left if step_key(m) not in regrouped] for left in (lone, other))
+        seen: set[Moment] = set()
         for mine, theirs, how in matched:
             method = f"{pair.method}, moments {how}" if how else pair.method
             dtypes = _both(_recorded(here[mine], self.left.run), _recorded(there[theirs], self.right.run))
-            one = RecordPair.of(pair, here[mine], there[theirs], method, dtypes=dtypes)
-            (self.pairs if _measurable(one) else self.told).append(one)
+            records = self._same_tokens(here[mine], there[theirs])
+            one = RecordPair.of(pair, *(records or (here[mine], there[theirs])), method, dtypes=dtypes)
+            if mine in seen:  # one step here is several there
+                one.moment, one.place = theirs, len(self.left.run) + there[theirs]._at
+            seen.add(mine)
+            measurable = _measurable(one)
+            if records is not None:
+                one.because = "; ".join(filter(None, (one.because, "rows are paired by token position")))
+            (self.pairs if measurable else self.told).append(one)
         for moment in lone:
             why = f"the candidate has no record of it at {moment}"
             self.told.append(RecordPair(pair.reference, moment, None, pair.method, because=why, place=here[moment]._at))
         for moment in other:
             why = f"the reference has no record of it at {moment}"
             self.told.append(RecordPair(pair.candidate, moment, None, pair.method, because=why, reference_has=False))
+
+    def _regrouped(self, pair: Pair, here: Mapping[Moment, Entry], there: Mapping[Moment, Entry]) -> set[StepKey]:
+        """Plan the steps in which experts are called otherwise, all rows together; return them."""
+        sides: dict[StepKey, tuple[list[Entry], list[Entry]]] = {}
+        for at, entries in enumerate((here, there)):
+            for moment in sorted(entries):
+                sides.setdefault(step_key(moment), ([], []))[at].append(entries[moment])
+        found = set()
+        for step, (ours, theirs) in sides.items():
+            if not ours or not theirs or [e.shape for e in ours] == [e.shape for e in theirs]:
+                continue
+            rows = rows_together(ours)
+            if rows is not None and rows == rows_together(theirs) and rows in self._chosen(pair.reference.name, step):
+                dtypes = _both(_recorded(ours[0], self.left.run), _recorded(theirs[0], self.right.run))
+                one = RecordPair.of(pair, *grouped(ours, theirs), pair.method, dtypes=dtypes)
+                if one.shapes[0] == one.shapes[1]:
+                    one.because = "the rows of experts are paired by their values, over all calls"
+                    self.pairs.append(one)
+                    found.add(step)
+        return found
+
+    def _chosen(self, name: str, step: StepKey) -> set[int]:
+        """Return how many choices of experts were made in a step, in the modules around one."""
+        return {n for within, at, n in self._choices if at == step and name.startswith(f"{within}.")}
+
+    @cached_property
+    def _choices(self) -> list[tuple[str, StepKey, int]]:
+        """The module around each choice of the reference, its step, and how many were chosen."""
+        return [
+            (point.name.rpartition(".")[0], step_key(moment), prod(entry.shape or ()))
+            for point, entries in self.left.of.items()
+            for moment, entry in entries.items()
+            if point.name and len(entry.shape or ()) == 2 and (entry.dtype or "").startswith("int")
+        ]
+
+    @cached_property
+    def _positions(self) -> tuple[dict[StepKey, Positions], dict[StepKey, Positions]]:
+        """Which tokens each step of both runs has, where their inputs tell."""
+        return positions_of(self.left.of), positions_of(self.right.of)
+
+    def _share(self, mine: Moment, other: Moment) -> bool | None:
+        """Tell whether two steps have a token in common, None where their inputs do not tell."""
+        steps = step_key(mine), step_key(other)
+        if steps not in self._sharing:
+            ours, theirs = (of.get(step) for of, step in zip(self._positions, steps, strict=True))
+            self._sharing[steps] = None if ours is None or theirs is None else ours.share(theirs)
+        return self._sharing[steps]
+
+    def _same_tokens(self, mine: Entry, other: Entry) -> tuple[Entry, Entry] | None:
+        """Return two records' rows of the same tokens; None where these stand in the same places."""
+        steps = step_key(mine.moment), step_key(other.moment)
+        ours, theirs = (of.get(step) for of, step in zip(self._positions, steps, strict=True))
+        if ours is None or theirs is None:
+            return None
+        if steps not in self._shared:
+            self._shared[steps] = None if ours.alike(theirs) else SharedRows(ours, theirs)
+        shared = self._shared[steps]
+        return None if shared is None else shared.of(mine, other)
 
     @property
     def dtypes(self) -> set[str]:
@@ -253,19 +328,20 @@ class Plan:
 
     def tokens_at(self, one: RecordPair) -> torch.Tensor | None:
         """Return which tokens count in a step: as declared, as recorded among the inputs, or as the floors say."""
+        if one.by_token:
+            return None  # padding is not among them
         if self.declared_tokens is not None:
             return self.declared_tokens
-        moment = one.moment
-        step = (moment.epoch, moment.step, moment.batch, moment.rank)
+        step = step_key(one.moment)
         if step not in self._tokens:
             self._tokens[step] = self._recorded_tokens(step)
         return self._tokens[step]
 
-    def _recorded_tokens(self, step: tuple[int | None, int, int, int]) -> torch.Tensor | None:
+    def _recorded_tokens(self, step: StepKey) -> torch.Tensor | None:
         for point in self.left.beside.get(("", "input"), ()):
             last = str(point.leaf[-1]) if point.leaf else ""
             for moment, entry in self.left.of[point].items():
-                if "mask" in last and (moment.epoch, moment.step, moment.batch, moment.rank) == step:
+                if "mask" in last and step_key(moment) == step:
                     with contextlib.suppress(LayerscopeError):
                         return mask_of({last: entry.tensor()})
         carried = self.carried
@@ -278,7 +354,8 @@ class Plan:
         kept = rows_kept(self.tokens_at(one), shape)
         padding = frozenset() if kept is None else frozenset((~kept).nonzero().flatten().tolist())
         for point in self.left.beside[one.point.name, one.point.side]:
-            scores = self.left.of[point].get(one.moment)
+            paired = self._by_key.get((point, one.moment))
+            scores = paired[0].reference if paired else self.left.of[point].get(one.moment)
             if (
                 scores is None
                 or scores.shape is None

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from layerscope.compare.align.alignment import Pair
+from layerscope.compare.align.positions import Rows
 from layerscope.compare.measure import measure
 from layerscope.compare.measure.masks import masked, unmasked
 from layerscope.compare.measure.metrics import Metrics
@@ -66,6 +67,16 @@ class RecordPair:
         """The candidate's record."""
         assert self.records is not None
         return self.records[1]
+
+    @property
+    def by_token(self) -> bool:
+        """Whether rows of the same tokens were picked on both sides."""
+        return self.records is not None and isinstance(self.records[0], Rows)
+
+    @property
+    def whole(self) -> Entry:
+        """The candidate's record with all its rows."""
+        return self.candidate.whole if isinstance(self.candidate, Rows) else self.candidate
 
     @property
     def key(self) -> Key:

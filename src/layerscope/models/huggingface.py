@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from layerscope.errors import BadModel, MissingExtra
+from layerscope.errors import BadModel, MissingExtra, first_line
 from layerscope.models.inputs import bytes_as_ids
 from layerscope.models.quiet import quiet
-from layerscope.models.tokens import TOKENIZERS
+from layerscope.models.tokens import has_tokenizer, pretrained
 from layerscope.models.weight_files import read_weights, weight_files
+from layerscope.report.writing import some
 
 if TYPE_CHECKING:
     from layerscope.models.packed import Packing
@@ -51,16 +52,10 @@ class Checkpoint(NamedTuple):
         config = self.model.config
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
         vocabulary = int(getattr(text_config, "vocab_size", 256))
-        if not any((self.folder / name).is_file() for name in TOKENIZERS):
+        if not has_tokenizer(self.folder):
             return {"input_ids": bytes_as_ids(prompt, vocabulary=vocabulary)}
-        transformers = _transformers(self.folder)
-        try:
-            with _quiet(transformers):
-                read = transformers.AutoTokenizer.from_pretrained
-                tokenizer = read(self.folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:
-            raise _refused(self.folder, "the tokenizer cannot be read", error) from error
-        tokens = dict(tokenizer(prompt, return_tensors="pt"))
+        with _quiet(_transformers(self.folder)):
+            tokens = dict(pretrained(self.folder)(prompt, return_tensors="pt"))
         if not tokens["input_ids"].numel():
             raise BadModel(f"--prompt {prompt!r} has no tokens in {str(self.folder)!r}; give a longer one.")
         return tokens
@@ -111,12 +106,12 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         except BadModel:
             raise
         except Exception as error:
-            raise _refused(folder, f"transformers {transformers.__version__} cannot load it", error) from error
+            why = f"transformers {transformers.__version__} cannot load it: {first_line(error)}"
+            raise BadModel(f"{str(folder)!r}: {why} (LAYERSCOPE_TRACEBACK=1 shows where).") from error
     missing = sorted(info.get("missing_keys") or ())
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise BadModel(
-            f"{str(folder)!r} lacks the weights {', '.join(missing[:3])}{more} of {type(model).__name__}; "
+            f"{str(folder)!r} lacks the weights {some(missing)} of {type(model).__name__}; "
             "weights drawn at random would mislead. If that is meant, load it yourself in a file.py:function."
         )
     return Checkpoint(model.eval(), folder)
@@ -204,11 +199,6 @@ def _refuse_without_weights(folder: Path) -> None:
         f"{str(folder)!r} has a config.json and no weights; put model.safetensors beside it "
         "(model.save_pretrained(folder))."
     )
-
-
-def _refused(folder: Path, what: str, error: Exception) -> BadModel:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return BadModel(f"{str(folder)!r}: {what}: {lines[0].rstrip('.')} (LAYERSCOPE_TRACEBACK=1 shows where).")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerscope.errors import BadModel
+from layerscope.errors import BadModel, first_line
 from layerscope.models.functions import function_at, is_function
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _read_npz(path: Path) -> object:
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     except Exception as error:  # of a damaged one, numpy's reader raises whatever comes
         raise BadModel(
-            f"--inputs {str(path)!r} is not an .npz file of plain arrays ({_first_line(error)}); "
+            f"--inputs {str(path)!r} is not an .npz file of plain arrays ({first_line(error)}); "
             "objects that need pickle are refused, save numbers."
         ) from error
 
@@ -117,12 +117,8 @@ def _read_pt(path: Path) -> object:
     except Exception as error:  # of a damaged one, torch's reader raises whatever comes
         raise BadModel(
             f"--inputs {str(path)!r} is not a .pt file of tensors, lists, tuples and dicts alone "
-            f"({_first_line(error)}); anything more could run code and is refused."
+            f"({first_line(error)}); anything more could run code and is refused."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 _READERS: dict[str, Callable[[Path], object]] = {

@@ -26,14 +26,11 @@ __all__ = ["BUILT_IN", "BuiltIn", "Loaded", "is_model", "load_model", "load_own_
 
 
 class BuiltIn(NamedTuple):
-    """A model that comes with layerscope; `build` imports what it needs when it is called.
-
-    `load` makes it with the weights in a folder instead; None where it has its own alone.
-    """
+    """A model that comes with layerscope; `build` imports what it needs when it is called."""
 
     build: Callable[[int], torch.nn.Module]
     about: str
-    load: Callable[[Path], torch.nn.Module] | None = None
+    takes_weights: bool = False  # of a checkpoint folder, in place of its own
 
 
 def _tiny_transformer(seed: int) -> torch.nn.Module:
@@ -54,12 +51,6 @@ def _quamba_130m(seed: int) -> torch.nn.Module:
     return quamba_130m(seed=seed)
 
 
-def _mamba(folder: Path) -> torch.nn.Module:
-    from layerscope.models.mamba.checkpoint import load_mamba
-
-    return load_mamba(folder)
-
-
 def _minimax_m2(seed: int) -> torch.nn.Module:
     from layerscope.models.minimax import minimax_m2
 
@@ -69,10 +60,10 @@ def _minimax_m2(seed: int) -> torch.nn.Module:
 BUILT_IN: dict[str, BuiltIn] = {
     "tiny-transformer": BuiltIn(_tiny_transformer, "8 decoder layers over bytes, weights drawn from the seed"),
     "quamba-small": BuiltIn(
-        _quamba_small, "Mamba over bytes, 24 layers, 128 wide, trained; the seed changes nothing", _mamba
+        _quamba_small, "Mamba over bytes, 24 layers, 128 wide, trained; the seed changes nothing", takes_weights=True
     ),
     "quamba-130m-w8a8": BuiltIn(
-        _quamba_130m, "Mamba over bytes, 24 layers, 768 wide, weights drawn from the seed", _mamba
+        _quamba_130m, "Mamba over bytes, 24 layers, 768 wide, weights drawn from the seed", takes_weights=True
     ),
     "minimax-m2": BuiltIn(_minimax_m2, "mixture of experts over bytes, 62 layers, 64 wide, drawn from the seed"),
     "minimax-m2-tiny": BuiltIn(_minimax_m2, "another name of minimax-m2"),
@@ -118,28 +109,24 @@ def is_model(text: str) -> bool:
     return text in BUILT_IN or is_function(text) or is_checkpoint(Path(text)) or is_file(text)
 
 
-def load_model(text: str, *, seed: int = 0, weights: Path | None = None) -> Loaded:
+def load_model(text: str, *, seed: int = 0) -> Loaded:
     """Return the model that `text` names: a built-in, a function's, a local Hugging Face checkpoint's, or a file's.
 
-    A folder may also be one that `compiled.save(folder)` wrote. `weights` is a folder whose weights a built-in model
-    has instead of its own.
+    A folder may also be one that `compiled.save(folder)` wrote.
     """
     import torch
 
     torch.manual_seed(seed)
-    load = BUILT_IN[text].load if text in BUILT_IN else None
-    if weights is not None and load is not None:
-        return load_own_mamba(text, weights, seed=seed)
-    if weights is not None and is_model(text):
-        raise BadModel(f"{text!r} does not take weights from a folder; a checkpoint folder is a MODEL by itself.")
     if text in BUILT_IN:
         return Loaded(text, BUILT_IN[text].build(seed), seed, encode=bytes_as_ids, speaks=True)
     if is_function(text):
         return _from_function(text, seed)
     folder = Path(text)
-    if is_checkpoint(folder) and not _is_transformers(folder):
-        return load_own_mamba(text, folder, seed=seed)
     if is_checkpoint(folder):
+        from layerscope.models.mamba.checkpoint import is_state_spaces
+
+        if is_state_spaces(folder):
+            return load_own_mamba(text, folder, seed=seed)
         checkpoint = load_checkpoint(folder)
         return Loaded(text, checkpoint.model, seed, encode=checkpoint.encode, speaks=True)
     if folder.suffix.lower() in SUFFIXES and folder.is_file():
@@ -169,12 +156,6 @@ def load_own_mamba(name: str, folder: Path, *, seed: int) -> Loaded:
         return {"input_ids": torch.tensor([ids])}
 
     return Loaded(name, model, seed, encode=encode, speaks=True)
-
-
-def _is_transformers(folder: Path) -> bool:
-    from layerscope.models.mamba.checkpoint import is_state_spaces
-
-    return not is_state_spaces(folder)
 
 
 def _from_function(text: str, seed: int) -> Loaded:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerscope.errors import BadModel
+from layerscope.errors import BadModel, first_line
 
 __all__ = ["Packing", "Unpacked", "packing_of", "unpacked"]
 
@@ -87,8 +87,7 @@ def unpacked(
             found[f"{name}.weight"] = _weight(packing, **parts).to(dtype)
         except (ValueError, RuntimeError, IndexError, AttributeError, TypeError) as error:
             told = ", ".join(f"{part} {_shape(tensor)}" for part, tensor in parts.items() if tensor is not None)
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise BadModel(f"{str(folder)!r}: {name} ({told}) does not fit {packing}: {said}.") from error
+            raise BadModel(f"{str(folder)!r}: {name} ({told}) does not fit {packing}: {first_line(error)}.") from error
     return found, [f"{name}.weight" for name in names]
 
 

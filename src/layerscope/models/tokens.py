@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from layerscope.errors import BadModel, MissingExtra
+from layerscope.errors import BadModel, MissingExtra, first_line
 from layerscope.models.quiet import quiet
 
-__all__ = ["BYTES", "TOKENIZERS", "tokens_of"]
+__all__ = ["BYTES", "has_tokenizer", "pretrained", "tokens_of"]
 
 BYTES = 256  # a vocabulary beyond these has tokens that are no bytes
-TOKENIZERS = (
+_TOKENIZERS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -29,9 +29,17 @@ TOKENIZERS = (
 
 def tokens_of(folder: Path) -> Callable[[str], list[int]] | None:
     """Return how the folder's tokenizer reads a text; None where the folder has none."""
-    if not any((folder / name).is_file() for name in TOKENIZERS):
+    if not has_tokenizer(folder):
         return None
-    return _fast(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else _by_transformers(folder)
+    if (folder / "tokenizer.json").is_file():
+        return _fast(folder / "tokenizer.json")
+    tokenizer = pretrained(folder)
+    return lambda text: list(tokenizer(text)["input_ids"])
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether the folder has any of the files that make a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def _fast(file: Path) -> Callable[[str], list[int]]:
@@ -48,7 +56,8 @@ def _fast(file: Path) -> Callable[[str], list[int]]:
     return lambda text: list(tokenizer.encode(text).ids)
 
 
-def _by_transformers(folder: Path) -> Callable[[str], list[int]]:
+def pretrained(folder: Path) -> Any:
+    """Return the folder's tokenizer as transformers has it."""
     try:
         with quiet():
             from transformers import AutoTokenizer
@@ -58,12 +67,11 @@ def _by_transformers(folder: Path) -> Callable[[str], list[int]]:
         ) from error
     try:
         with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise _refused(folder, error) from error
-    return lambda text: list(tokenizer(text)["input_ids"])
 
 
 def _refused(place: Path, error: Exception) -> BadModel:
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return BadModel(f"{str(place)!r}: the tokenizer cannot be read: {said} (LAYERSCOPE_TRACEBACK=1 shows where).")
+    said = f"the tokenizer cannot be read: {first_line(error)}"
+    return BadModel(f"{str(place)!r}: {said} (LAYERSCOPE_TRACEBACK=1 shows where).")

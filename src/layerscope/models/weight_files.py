@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from layerscope.errors import BadModel
+from layerscope.errors import BadModel, first_line
 
 __all__ = ["read_weights", "weight_files"]
 
@@ -52,10 +52,9 @@ def _tensors(file: Path) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # what torch thinks of the file is told by the error below
             read = torch.load(file, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(file))
     except Exception as error:  # of a damaged one, torch's reader raises whatever comes
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise BadModel(
-            f"{str(file)!r} is not a file of tensors and numbers alone ({said}); anything more could run code and is "
-            "refused."
+            f"{str(file)!r} is not a file of tensors and numbers alone ({first_line(error)}); anything more could "
+            "run code and is refused."
         ) from error
     if not isinstance(read, Mapping):
         raise BadModel(f"{str(file)!r} holds a {type(read).__name__}, not weights by their names.")

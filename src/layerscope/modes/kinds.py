@@ -1,13 +1,11 @@
-"""Kinds of models that have modes of their own, beside the generic ones.
+"""The modes that a model has of its own, beside the generic ones.
 
-kind_of(model)                  # None: it has the generic modes alone
+own_modes(model)                # () for all but layerscope's Mamba
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from torch import nn
 
@@ -15,18 +13,11 @@ from layerscope.models.mamba import Mamba, sample_batches, samples_of
 from layerscope.modes.quamba import QUAMBA_MODES, calibrate, quantised, stored_calibration, why_not
 from layerscope.modes.registry import Mode, Setting
 
-__all__ = ["KINDS", "Kind", "kind_of"]
+__all__ = ["QUAMBA", "own_modes"]
 
 CALIBRATION = (8, 512)  # samples and tokens of each: scales of all the modes come from these, whatever is recorded
 ESSENTIAL = ("0", "2-1", "2-2", "2-4")
 BY_NAME = ("1",)  # an upper bound, not a way to run the model: in no group
-
-
-class Kind(NamedTuple):
-    """A kind of model, and its modes."""
-
-    fits: Callable[[nn.Module], bool]
-    modes: tuple[Mode, ...]
 
 
 def _quantised(model: nn.Module, setting: Setting, *, mode: str) -> nn.Module:
@@ -43,11 +34,9 @@ def _quamba(name: str, about: str) -> Mode:
     return Mode(name, about, partial(_quantised, mode=name), why_not, frozenset(groups))
 
 
-KINDS: tuple[Kind, ...] = (
-    Kind(lambda model: isinstance(model, Mamba), tuple(_quamba(name, about) for name, about in QUAMBA_MODES.items())),
-)
+QUAMBA = tuple(_quamba(name, about) for name, about in QUAMBA_MODES.items())
 
 
-def kind_of(model: nn.Module) -> Kind | None:
-    """Return the kind of a model; None for one that has the generic modes alone."""
-    return next((kind for kind in KINDS if kind.fits(model)), None)
+def own_modes(model: nn.Module) -> tuple[Mode, ...]:
+    """Return the modes of the model's own kind; none for one that has the generic modes alone."""
+    return QUAMBA if isinstance(model, Mamba) else ()

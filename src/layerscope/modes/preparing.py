@@ -24,7 +24,6 @@ from layerscope.models.loading import load_own_mamba
 from layerscope.models.mamba import Mamba, is_mamba, sample_batches, samples_of
 from layerscope.models.mamba.text import excerpt
 from layerscope.models.tokens import BYTES, tokens_of
-from layerscope.modes.kinds import kind_of
 from layerscope.modes.registry import Setting
 from layerscope.store.joining import SAMPLES
 
@@ -82,10 +81,10 @@ def prepare(
     """
     found = _weighed(text, seed=seed, folder=pretrained_dir, modes=modes)
     loaded, notes = found.loaded, found.notes
-    kind = kind_of(loaded.model)
-    if kind is None and percentile_alpha is not None:
+    own = isinstance(loaded.model, Mamba)  # it has modes of its own
+    if not own and percentile_alpha is not None:
         raise _without_modes("--percentile_alpha", text)
-    if kind is None and calib_file is not None:
+    if not own and calib_file is not None:
         raise _without_modes("--calib_file", text)
     settings: dict[str, Any] = {}
     setting = Setting()
@@ -96,7 +95,7 @@ def prepare(
             "--calib_data_num and --calib_seqlen are of the text that is recorded without --inputs or --prompt."
         )
     texts = None
-    if kind is not None:
+    if own:
         texts = _texts(loaded.model, found.folder, calib_file, given=given)
         alpha = percentile_alpha or alpha_in(str(found.folder or pretrained_dir or found.weights))
         alpha = Setting().percentile_alpha if alpha is None else alpha
@@ -106,7 +105,7 @@ def prepare(
         asked = {"pretrained_dir": pretrained_dir, "calib_file": calib_file, "prompt": prompt}
         settings |= {word: value for word, value in asked.items() if value is not None}
         notes += (texts.said,) if texts.as_bytes and found.folder is not None else ()
-    if not sampled and (kind is None or given):
+    if not sampled and (not own or given):
         batches = partial(loaded.batches, inputs=inputs, prompt=prompt)
         return Prepared(loaded, batches, setting, settings, notes, found.ran)
     count = usual[0] if calib_data_num is None else calib_data_num
@@ -217,7 +216,7 @@ def _weighed(text: str, *, seed: int, folder: str | None, modes: bool) -> _Weigh
             # transformers' Mamba calls no stage that a quantised one could take the place of; layerscope's does.
             return _of_folder(text, Path(text), seed=seed)
         return _Weighed(load_model(text, seed=seed), text, f"{text} runs with its own weights", _place(Path(text)))
-    takes = text in BUILT_IN and BUILT_IN[text].load is not None
+    takes = text in BUILT_IN and BUILT_IN[text].takes_weights
     if is_model(text) and not takes:
         raise _without_modes("--pretrained_dir", text)
     joined = (Path(folder) / text, Path(folder)) if takes else (Path(folder) / text,)  # as Quamba's scripts join them
@@ -271,7 +270,7 @@ def _without_modes(flag: str, text: str) -> BadModel:
 
 def _sampled(loaded: Loaded, count: int, length: int, ids: torch.Tensor | None) -> Iterator[Inputs]:
     """Yield the samples a few at a time, each batch as (samples, tokens); the same batches for every mode."""
-    if loaded.name not in BUILT_IN and kind_of(loaded.model) is None:
+    if loaded.name not in BUILT_IN and not isinstance(loaded.model, Mamba):
         raise BadModel(
             f"samples of text are cut for built-in models, which {loaded.name!r} is not; leave out their number and "
             "length, and it runs on inputs of its own."

@@ -130,19 +130,19 @@ def modes_of(model: nn.Module) -> tuple[Mode, ...]:
     The groups of a kind with modes of its own hold those and fp32; the other generic ones are there by name.
     """
     from layerscope.modes.generic import GENERIC, REFERENCE
-    from layerscope.modes.kinds import kind_of
+    from layerscope.modes.kinds import own_modes
 
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise Unsupported(
             f"modes are variants of a torch.nn.Module, and this is a {type(model).__name__}; "
             "make them of the module it came from."
         )
-    kind = kind_of(model)
-    if kind is None:
+    own = own_modes(model)
+    if not own:
         return (*GENERIC, *_DECLARED.values())
     reference = replace(REFERENCE, groups=frozenset(GROUPS) - {"quant_only"})
     others = [replace(one, groups=frozenset()) for one in GENERIC if one is not REFERENCE]
-    return (reference, *kind.modes, *others, *_DECLARED.values())
+    return (reference, *own, *others, *_DECLARED.values())
 
 
 def why_not(mode: Mode, model: nn.Module) -> str | None:
@@ -254,6 +254,6 @@ def _names(model: nn.Module) -> list[str]:
 
 def _built_in_names() -> set[str]:
     from layerscope.modes.generic import GENERIC
-    from layerscope.modes.kinds import KINDS
+    from layerscope.modes.kinds import QUAMBA
 
-    return {one.name for one in (*GENERIC, *(one for kind in KINDS for one in kind.modes))}
+    return {one.name for one in (*GENERIC, *QUAMBA)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerscope.report.parts import Column, Fact, Facts, Part, Sentence, Table
@@ -49,12 +50,20 @@ def completeness_parts(run: Run, name: str, *, damaged: Sequence[Damage] | None 
         )
     if damaged:
         lacks.append(damage_text(damaged))
-    if done.state != "complete":
+    lacking = f", with {' and '.join(lacks)}" if lacks else ""
+    written = _written(run) if done.state == "recording" else None
+    if written is not None:
+        held = f"{many(len(run.points), 'point')}, {many(len(run), 'record')}"  # the manifest is of its beginning
+        if written:
+            yield Sentence(f"being written now{lacking}: {held} so far", "bad" if damaged else "good")
+        else:
+            gone = f"its writer is gone, it was killed or has crashed{lacking}"
+            yield Sentence(f"{gone}: {held} are there; `layerscope recover {name}` seals them", "bad")
+    elif done.state != "complete":
         ended = STATES.get(done.state, done.state)
         if run.layout != "layerscope":
             ended = f"a dump in the {run.layout} layout, which does not say whether it is complete"
             held = f"{many(len(run.points), 'point')}, {many(done.records, 'record')}"
-        lacking = f", with {' and '.join(lacks)}" if lacks else ""
         seal = f"; `layerscope recover {name}` seals it" if done.state in ("recording", "interrupted") else ""
         yield Sentence(f"{ended}{lacking}: {held}{seal}", "bad" if damaged else "warn")
     elif lacks:
@@ -65,19 +74,19 @@ def completeness_parts(run: Run, name: str, *, damaged: Sequence[Damage] | None 
         yield from (Sentence(note, "warn") for note in run.notes[:MOST])
     if done.recomputed:
         yield Sentence(f"{many(done.recomputed, 'call')} repeated by activation checkpointing, recorded once", "quiet")
-    if run.missing:
-        columns = [Column("point", "missing", "name"), Column("reason", "because")]
-        yield Table.of("missing", columns, ((m.point, m.reason) for m in run.missing), most=MOST)
-    if run.dropped:
-        columns = [
-            Column("point", "dropped", "name"),
-            Column("count", "records", "count"),
-            Column("reason", "because"),
-            Column("first", "first at", rank=1),
-        ]
-        rows = ((d.point, d.count, d.reason, d.first) for d in run.dropped)
-        yield Table.of("dropped", columns, rows, most=MOST)
+    if run.missing or run.dropped:
+        from layerscope.compare.page.provenance import absent
+
+        yield from absent(run)
     yield from damage_parts(damaged)
+
+
+def _written(run: Run) -> bool | None:
+    """Tell whether a run of an unfinished recording has a writer; None where that cannot be told from here."""
+    from layerscope.store.rank_lock import being_written
+
+    folder = Path(run.address)
+    return being_written(folder) if run.layout == "layerscope" and folder.is_dir() else None
 
 
 def damage_text(damaged: Sequence[Damage]) -> str:

@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from layerscope.errors import BadModel, Unsupported
+from layerscope.errors import BadModel, Unsupported, first_line
 from layerscope.runtimes.archives.zip_archive import BROKEN, EXPECTED, MEND, Archive
 
 if TYPE_CHECKING:
@@ -182,8 +182,7 @@ def _read_export(path: Path) -> Any:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # torch's own, in torch 2.11
             return torch.export.load(path)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise BadModel(f"{str(path)!r} cannot be read as an exported program: {first}.") from error
+        raise BadModel(f"{str(path)!r} cannot be read as an exported program: {first_line(error)}.") from error
 
 
 def _refuse_pickles(path: Path) -> None:

@@ -18,8 +18,9 @@ from layerscope.report import Cell, Column, Document, Sentence, Table, html
 from layerscope.report.parts import Part
 from layerscope.report.writing import many
 from layerscope.server.comparisons import Comparisons
-from layerscope.server.runs import Found, Runs, being_written, state_of
+from layerscope.server.runs import Found, Runs, state_of
 from layerscope.store import open_run
+from layerscope.store.rank_lock import being_written
 
 __all__ = ["Pages"]
 
@@ -85,24 +86,10 @@ class Pages:
         name = self._runs.name(path)
         try:
             reader = open_run(path)
-            document = page(reader, name)
-            close = getattr(reader, "close", None)
-            parts = (*_writer(path, reader.state), *document.parts)
-            if close is not None:
-                close()
+            parts = page(reader, name).parts
         except (LayerscopeError, OSError) as error:
             parts = (Sentence(str(error), "bad"),)
         return html.render(Document(name, parts), live=f"/events/run/{id}", seen=state)
-
-
-def _writer(path: Path, state: str) -> list[Part]:
-    """Say whether a run that is not finished is being written, or has lost its writer."""
-    if state != "recording":
-        return []
-    if being_written(path):
-        return [Sentence("being written now; this page follows", "good")]
-    gone = "its writer is gone: it was killed or has crashed; `layerscope recover` seals what is there"
-    return [Sentence(gone, "bad")]
 
 
 def _cells(run: Found) -> tuple[Cell | str | int | None, ...]:
@@ -113,8 +100,10 @@ def _cells(run: Found) -> tuple[Cell | str | int | None, ...]:
         return (name, Cell("unreadable", "bad"), None, None, None, None, None, when)
     done = manifest.completeness
     state: Cell = Cell(done.state, "good" if done.state == "complete" else "warn")
-    if done.state == "recording":
+    records: int | None = done.records
+    if done.state == "recording":  # its manifest is of its beginning
+        records = None
         state = Cell("being written", "quiet") if being_written(run.path) else Cell("writer gone", "bad")
     model = str(manifest.model.get("name") or manifest.model.get("class") or "")
     missing = Cell(len(done.missing), "warn" if done.missing else "plain")
-    return (name, state, model, manifest.mode, done.records, missing, manifest.started[:19].replace("T", " "), when)
+    return (name, state, model, manifest.mode, records, missing, manifest.started[:19].replace("T", " "), when)

@@ -7,7 +7,6 @@ runs.path(id)                # None for an id that is not ours
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -20,9 +19,9 @@ from typing import final
 from layerscope.errors import LayerscopeError
 from layerscope.store import Manifest
 from layerscope.store.manifest import NAME
-from layerscope.store.rank_lock import LOCK
+from layerscope.store.rank_lock import being_written
 
-__all__ = ["Found", "Runs", "being_written", "state_of"]
+__all__ = ["Found", "Runs", "state_of"]
 
 DEEP = 6  # folders below the one that is served
 MOST = 20_000  # folders that are looked into
@@ -136,27 +135,6 @@ def _files(path: Path) -> _Stamp:
 def state_of(path: Path) -> str:
     """Return a text that changes when a run has grown, ended, lost its writer, or was sealed."""
     return _digest((*_files(path), (str(being_written(path)), 0, 0)))
-
-
-def being_written(path: Path) -> bool:
-    """Tell whether a process holds the lock of one of the run's ranks, as a writer does for as long as it lives."""
-    for name, _, _ in _files(path):
-        if os.path.basename(name) != LOCK:  # noqa: PTH119  (a thousand names are looked at)
-            continue
-        try:
-            fd = os.open(name, os.O_RDONLY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        except BlockingIOError:
-            return True
-        except OSError:
-            continue
-        finally:
-            os.close(fd)
-    return False
 
 
 def _digest(value: _Stamp) -> str:

@@ -2,6 +2,8 @@
 
     with RankLock(folder): ...
 
+    being_written(run)              # whether any rank has a writer, alive
+
 The file is never deleted: whoever holds a lock on a deleted file holds nothing.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import final
 
@@ -16,6 +19,7 @@ from layerscope.errors import RunBusy
 from layerscope.store.address import WRITING, open_regular
 
 LOCK = "lock"
+PATIENCE = (0.01, 0.05, 0.2, 0.0)  # seconds between tries: who asks whether there is a writer holds it for a moment
 
 
 @final
@@ -25,17 +29,18 @@ class RankLock:
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK
         self._fd = open_regular(self.path, WRITING | os.O_CREAT)
-        try:
-            import fcntl
+        for wait in PATIENCE:
+            try:
+                import fcntl
 
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.disown()
-            raise RunBusy(
-                f"another process is writing {folder}; wait until it has ended, or record into another folder"
-            ) from None
-        except (ImportError, OSError):
-            return  # a system without such locks; they guard against a mistake, not against an attack
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(wait)
+            except (ImportError, OSError):
+                return  # a system without such locks; they guard against a mistake, not against an attack
+        self.disown()
+        raise RunBusy(f"another process is writing {folder}; wait until it has ended, or record into another folder")
 
     def __enter__(self) -> RankLock:
         return self
@@ -58,3 +63,17 @@ class RankLock:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
             self._fd = -1
+
+
+def being_written(run: Path) -> bool:
+    """Tell whether a process holds the lock of one of the run's ranks, as a writer does for as long as it lives."""
+    for file in run.glob(f"rank-*/{LOCK}"):
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            with file.open("rb") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+    return False

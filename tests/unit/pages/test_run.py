@@ -1,6 +1,7 @@
 """The page of a run: its numbers are the tensors', and what is not drawn is said."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -208,6 +209,18 @@ def test_an_empty_run_and_one_without_statistics_have_a_page(tmp_path):
     drawn = page(open_run(tmp_path / "run"), "x")
     assert of(drawn, Table, key="every")
     assert of(summary(open_run(tmp_path / "run")), Table, key="tree")
+
+
+def test_an_unfinished_run_says_what_is_there_and_whether_more_is_to_come(tmp_path):
+    model = nn.Linear(2, 2)
+    with record(model, ".", to=tmp_path / "run", keep="summary") as rec:
+        for _ in range(3):
+            model(torch.ones(1, 2))
+        rec.flush()
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+        assert "being written now: 1 point, 3 records so far" in text(page(open_run(tmp_path / "run"), "x"))
+    said = text(page(open_run(tmp_path / "killed"), "x"))
+    assert "its writer is gone, it was killed or has crashed: 1 point, 3 records are there; `layerscope recover" in said
 
 
 class Attending(nn.Module):

@@ -20,12 +20,9 @@ import torch
 from torch import nn
 
 from layerscope.errors import NotARun, Unsupported
-from layerscope.pages.run import page as run_page
 from layerscope.recorder import record
-from layerscope.report import html
 from layerscope.server.live_server import LiveServer
-from layerscope.server.runs import Runs, being_written, state_of
-from layerscope.store import open_run
+from layerscope.server.runs import Runs, state_of
 
 SECRET = "what lies beside the folder"
 TRAVERSALS = [
@@ -336,27 +333,10 @@ def test_no_folder_and_a_port_that_is_taken_are_sentences(served, tmp_path):
         LiveServer(tmp_path, port=served.port)
 
 
-def test_a_run_that_is_being_written_is_read_and_never_mapped(tmp_path):
-    model = nn.Linear(64, 64)
-    with record(model, ".", to=tmp_path / "run", keep="both") as rec:
-        given = model(torch.ones(64, 64))
-        rec.flush()
-        run = open_run(tmp_path / "run")
-        kept = run.tensor(".")
-        page = html.render(run_page(run, "run"))
-        mapped = Path("/proc/self/maps").read_text()
-    assert torch.equal(kept, given)
-    assert "not finished" in page
-    assert str(tmp_path) not in mapped
-
-
-def test_a_writer_is_seen_while_it_lives(tmp_path):
+def test_a_run_that_ends_is_told_from_one_that_is_being_written(tmp_path):
     model = nn.Linear(4, 4)
     with record(model, ".", to=tmp_path / "run", keep="summary") as rec:
         model(torch.ones(2, 4))
         rec.flush()
         during = state_of(tmp_path / "run")
-        assert being_written(tmp_path / "run")
-    assert not being_written(tmp_path / "run")
     assert state_of(tmp_path / "run") != during
-    assert not being_written(tmp_path / "nowhere")

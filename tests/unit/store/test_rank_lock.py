@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from layerscope.errors import RunBusy
-from layerscope.store.rank_lock import RankLock
+from layerscope.store.rank_lock import RankLock, being_written
 
 
 def test_a_second_holder_is_refused_until_the_first_lets_go(tmp_path):
@@ -16,6 +16,26 @@ def test_a_second_holder_is_refused_until_the_first_lets_go(tmp_path):
         RankLock(tmp_path)
     RankLock(tmp_path).release()
     assert (tmp_path / "lock").exists()
+
+
+def test_a_writer_is_seen_while_it_holds_the_lock(tmp_path):
+    rank = tmp_path / "rank-00000"
+    rank.mkdir()
+    assert not being_written(tmp_path)
+    with RankLock(rank):
+        assert being_written(tmp_path)
+    assert not being_written(tmp_path)
+    assert not being_written(tmp_path / "nowhere")
+
+
+def test_who_asks_for_the_writer_is_not_taken_for_one(tmp_path, monkeypatch):
+    import fcntl
+
+    (tmp_path / "lock").touch()
+    with (tmp_path / "lock").open() as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        monkeypatch.setattr("time.sleep", lambda seconds: fcntl.flock(asking, fcntl.LOCK_UN))
+        RankLock(tmp_path).release()
 
 
 def test_it_holds_between_processes_and_ends_with_them(tmp_path):

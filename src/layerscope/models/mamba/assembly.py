@@ -12,6 +12,7 @@ import torch
 from layerscope.errors import BadModel
 from layerscope.models.mamba.config import MambaConfig
 from layerscope.models.mamba.model import Mamba
+from layerscope.report.writing import some
 
 __all__ = ["assembled", "shapes"]
 
@@ -28,11 +29,11 @@ def assembled(config: MambaConfig, weights: Mapping[str, torch.Tensor], *, sourc
     given = {name: w for name, w in weights.items() if name != _HEAD or not config.tie_word_embeddings}
     if missing := [name for name in wanted if name not in given]:
         raise BadModel(
-            f"{source!r} lacks {_some(missing)} of a Mamba with {_sizes(config)}; save the whole model again."
+            f"{source!r} lacks {some(missing)} of a Mamba with {_sizes(config)}; save the whole model again."
         )
     if unknown := [name for name in given if name not in wanted]:
         raise BadModel(
-            f"{source!r} has {_some(unknown)}, for which a Mamba with {_sizes(config)} has no place; "
+            f"{source!r} has {some(unknown)}, for which a Mamba with {_sizes(config)} has no place; "
             "the config.json beside it may belong to another model."
         )
     if misshapen := [name for name in wanted if tuple(given[name].shape) != wanted[name]]:
@@ -60,8 +61,3 @@ def _hollow(config: MambaConfig) -> Mamba:
 
 def _sizes(config: MambaConfig) -> str:
     return f"{config.num_hidden_layers} layers of width {config.hidden_size}"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
