@@ -9,6 +9,7 @@ import _pyio
 import builtins
 import contextlib
 import errno
+import gc
 import io
 import os
 import shutil
@@ -18,12 +19,9 @@ import torch
 from torch import nn
 
 import layerscope as ls
+from asserts import left_open
 from cli import conftest
 from faults.calls import CHANGING, READING, Calls, fail_at, nothing
-from layerscope.errors import LayerscopeError
-from layerscope.store.address import LocalFolder
-from layerscope.store.merging import merge
-from layerscope.store.segment import Sealed
 
 NAMES = (*CHANGING, *READING, "read", "pread", "stat", "scandir")
 STEPS = 3
@@ -163,7 +161,7 @@ def check_command(words, name, tmp_path, cli, long):
     whole = held(target)
     with calls(nothing) as counted:
         assert cli(*words).code == 0
-    failed = 0
+    failed, since = 0, left_open()
     for error, half in ERRORS:
         for at in every(counted.count, long):
             shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
@@ -184,6 +182,8 @@ def check_command(words, name, tmp_path, cli, long):
                 assert contents(target) == before
             assert leftovers(tmp_path) == {name}
     assert failed > 0
+    gc.collect()
+    assert since() == ([], [])
 
 
 def held(path):
@@ -226,36 +226,6 @@ def test_recover(long, tmp_path, plain, things, cli):
             assert assert_right(path, found) == len(found)
             assert ls.open_run(path).state == "recovered"
             shutil.rmtree(path)
-
-
-@SHORT_AND_LONG
-def test_merge(long, tmp_path, plain, things):
-    """What a run elsewhere does with its small segments; the two that it merges stay as they are."""
-    folder = tmp_path / "rank-00000"
-    shutil.copytree(things / "run" / "rank-00000", folder)
-    before = contents(folder)
-
-    def merged():
-        files = LocalFolder(folder)
-        sources = [Sealed(files, each) for each in sorted(before) if each.endswith(".safetensors")]
-        return merge(sources, folder, tmp_path / "out.safetensors", names=["a"])
-
-    assert merged()
-    whole = contents(tmp_path / "out.safetensors")
-    with calls(nothing) as counted:
-        merged()
-    failed = 0
-    for error, half in ERRORS:
-        for at in every(counted.count, long):
-            try:
-                with calls(fail_at(at, error, half=half)):
-                    merged()
-            except (OSError, LayerscopeError):
-                failed += 1
-            else:
-                assert contents(tmp_path / "out.safetensors") == whole
-            assert contents(folder) == before
-    assert failed == 2 * len(list(every(counted.count, long)))
 
 
 @pytest.mark.parametrize("lacking", [["replace", "rename"], ["ftruncate"], ["posix_fallocate"], ["link"], ["preadv"]])

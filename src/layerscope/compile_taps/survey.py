@@ -17,11 +17,8 @@ import torch
 from torch import nn
 
 from layerscope.compile_taps.arguments import Arguments, split
-from layerscope.compile_taps.embedding import Embedding
-from layerscope.compile_taps.forward_order import followed
-from layerscope.compile_taps.head import head_of
+from layerscope.compile_taps.decoder import Embedding, Stack, followed, head_of, lists_of, stack_of
 from layerscope.compile_taps.layer_points import asked
-from layerscope.compile_taps.stack import Stack, lists_of, stack_of
 from layerscope.compile_taps.tap_table import TapEntry, TapTable
 from layerscope.compile_taps.tapped_model import Tapped, TappedTensor
 from layerscope.compile_taps.uses import used_without_a_call
@@ -88,9 +85,9 @@ def _found(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     """Follow one forward, and return the layers and the head that show in it."""
     lists = lists_of(model)
     with torch.no_grad(), restored(model):
-        way = followed(model, lists, args, kwargs)
-    stack = stack_of(model, lists, way)
-    return stack, head_of(model, stack, way)
+        order = followed(model, lists, args, kwargs)
+    stack = stack_of(model, lists, order)
+    return stack, head_of(model, stack, order)
 
 
 def _tried(tapped: Tapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[TappedTensor], set[str]]:

@@ -117,10 +117,8 @@ class _ProgramTaps:
             first, last = self.nodes[call.first], self.nodes[call.last]
             if any(self.order[node] > self.order[first] for node in given):  # not in the order it was traced in
                 first = max(given, key=self.order.__getitem__).next
-            key = (name, number)
-            self._before(first, partial(self._enter, key, "input" in sides), given)
             value = self._output(name, number, call) if "output" in sides else ()
-            self._after(last, partial(self._leave, key, "output" in sides), value)
+            self._around(first, last, (name, number), name, sides, None, given, value)
 
     def around_ops(self, ops: Callable[[str], str | None]) -> None:
         """Have the inputs and outputs of the operations told that `ops` gives a name."""
@@ -128,10 +126,9 @@ class _ProgramTaps:
             name = ops(str(node.target)) if _makes_tensors(node) else None
             if name is not None:
                 stack = list(_stack(node).values())
-                note = {"within": stack[-1][0] if stack else ""}
                 given = tuple(each for each in node.all_input_nodes if _makes_tensors(each))
-                self._before(node, partial(self._op_begins, node.name, name, note), given)
-                self._after(node, partial(self._op_ends, node.name, name, note), node)
+                within = stack[-1][0] if stack else ""
+                self._around(node, node, node.name, name, ("input", "output"), within, given, node)
 
     def _output(self, name: str, number: int, call: GraphCall) -> Any:
         """Return what a call gives back: as its signature says, where the program was told to keep it."""
@@ -142,32 +139,24 @@ class _ProgramTaps:
         nodes = [self.by_name[value] for value in call.outputs]
         return nodes[0] if len(nodes) == 1 else tuple(nodes)
 
-    def _before(self, node: Node, probe: Callable[[Any], None], value: Any) -> None:
-        with self.graph.inserting_before(node):
-            self.graph.call_function(tell, (self.forwards.number, self.forwards.probe(probe), value))
-
-    def _after(self, node: Node, probe: Callable[[Any], None], value: Any) -> None:
-        with self.graph.inserting_after(node):
-            self.graph.call_function(tell, (self.forwards.number, self.forwards.probe(probe), value))
-
-    # While the program runs ---------------------------------------------------------------------
-
-    def _enter(self, key: tuple[str, int], wanted: bool, value: Any) -> None:
-        number = self.forwards.enter(key, key[0])
-        if wanted:
-            self.forwards.tell(key[0], "input", value, call=number)
-
-    def _leave(self, key: tuple[str, int], wanted: bool, value: Any) -> None:
-        number = self.forwards.leave(key)
-        if wanted:
-            self.forwards.tell(key[0], "output", value, call=number)
-
-    def _op_begins(self, key: str, name: str, note: dict[str, str], value: Any) -> None:
-        number = self.forwards.enter(key, f"op:{name}")
-        self.forwards.tell(name, "input", value, call=number, note=note, op=True)
-
-    def _op_ends(self, key: str, name: str, note: dict[str, str], value: Any) -> None:
-        self.forwards.tell(name, "output", value, call=self.forwards.leave(key), note=note, op=True)
+    def _around(
+        self,
+        first: Node,
+        last: Node,
+        key: object,
+        name: str,
+        sides: Collection[Side],
+        within: str | None,
+        given: tuple[Node, ...],
+        value: Any,
+    ) -> None:
+        """Put a probe before the first node of a call, and one after its last."""
+        forwards = self.forwards
+        ends: tuple[tuple[Side, Any], ...] = ("input", given), ("output", value)
+        for side, told in ends:
+            probe = forwards.probe(partial(forwards.tell_end, key, name, side, side in sides, within))
+            with self.graph.inserting_before(first) if side == "input" else self.graph.inserting_after(last):
+                self.graph.call_function(tell, (forwards.number, probe, told))
 
 
 def _scoped(node: Node) -> ScopedNode:

@@ -125,6 +125,16 @@ class Forwards:
         """Return the number of a call that ends."""
         return self._local.under_way[call].pop()  # type: ignore[no-any-return]
 
+    def tell_end(self, key: object, name: str, side: Side, wanted: bool, within: str | None, value: object) -> None:
+        """Tell one end of a call of a module, or of an operation `within` one: its input begins it, its output ends it.
+
+        `key` is what one end finds the other by.
+        """
+        op = within is not None
+        number = self.enter(key, f"op:{name}" if op else name) if side == "input" else self.leave(key)
+        if wanted:
+            self.tell(name, side, value, call=number, note={"within": within} if within is not None else None, op=op)
+
     def _begin(self) -> Step | None:
         """Begin a forward; None in a forked child, and inside another."""
         try:

@@ -183,7 +183,7 @@ class _ScriptTaps:
             self._around(graph, node, name, ("input", "output"), op=True)
 
     def _around(self, graph: Any, node: Any, name: str, sides: Collection[Side], *, op: bool) -> None:
-        after, before = partial(self._after, name, op), partial(self._before, name, op)
+        before, after = (partial(self._end, name, op, side) for side in ("input", "output"))
         self._probe(graph, node, after, list(node.outputs()) if "output" in sides else None, after=True)
         self._probe(graph, node, before, graphs.tensors_of(node) if "input" in sides else None, after=False)
 
@@ -212,19 +212,11 @@ class _ScriptTaps:
             else:
                 self.forwards.tell(name, "output", value, call=number)
 
-    def _before(self, name: str, op: bool, values: Any) -> None:
+    def _end(self, name: str, op: bool, side: Side, values: Any) -> None:
         forwards = self.forwards
-        within = forwards.within[-1].name
-        number = forwards.step.call(f"op:{name}" if op else name) if forwards.step is not None else 0
-        forwards.within.append(RunningModule(within, number))
-        if values is not None:
-            forwards.tell(name, "input", values, call=number, note={"within": within} if op else None, op=op)
-
-    def _after(self, name: str, op: bool, values: Any) -> None:
-        within, number, _ = self.forwards.within.pop()
-        if values is not None:
-            value = values if len(values) > 1 else values[0]
-            self.forwards.tell(name, "output", value, call=number, note={"within": within} if op else None, op=op)
+        value = values[0] if side == "output" and values is not None and len(values) == 1 else values
+        within = forwards.within[-1].name if op else None
+        forwards.tell_end((name, op), name, side, values is not None, within, value)
 
 
 def _without(given: tuple[object, ...], value: tuple[object, ...]) -> object:

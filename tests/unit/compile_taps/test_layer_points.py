@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from torch import nn
 
+from layerscope.compile_taps.decoder import lists_of
 from layerscope.compile_taps.layer_points import asked
-from layerscope.compile_taps.stack import lists_of
 from layerscope.errors import BadText, NoSuchPoint, Unsupported
 from layerscope.models.tiny import tiny_transformer
 

@@ -210,14 +210,9 @@ class _OnnxTap:
 
     def tell(self, forwards: Forwards, values: Mapping[str, torch.Tensor]) -> None:
         """Tell what is wanted of the call, by the values of a run."""
-        name, op = self.key[0], self.within is not None
-        number = forwards.enter(self.key, f"op:{name}" if op else name) if self.side == "input" else 0
-        number = forwards.leave(self.key) if self.side == "output" else number
-        if self.wanted:
-            found = tuple(values[value] for value in self.values)
-            value = found[0] if self.side == "output" and len(found) == 1 else found
-            note = {"within": self.within} if self.within is not None else None
-            forwards.tell(name, self.side, value, call=number, note=note, op=op)
+        found = tuple(values[value] for value in self.values)
+        value = found[0] if self.side == "output" and len(found) == 1 else found
+        forwards.tell_end(self.key, self.key[0], self.side, self.wanted, self.within, value)
 
 
 def _module_taps(graph: OnnxGraph, wanted: Wanted) -> Iterator[_OnnxTap]:

@@ -79,13 +79,17 @@ def _fill(job: Job, target: Address, entries: list[Entry]) -> str:
     done = 0
     for rank in sorted({entry.moment.rank for entry in entries}):
         writer = Writer(target, manifest, rank=rank, wait=_PATIENCE)
-        for entry in (each for each in entries if each.moment.rank == rank):
-            blob = None
-            if entry.dtype is not None and entry.shape is not None:
-                blob = Blob(entry.dtype, entry.shape, entry.nbytes, _bytes_of(entry))
-            writer.write(entry.point, entry.moment, blob=blob, summary=_summary_of(entry), note=entry.note or None)
-            job.progress(str(entry.point), done, len(entries))
-            done += 1
+        try:
+            for entry in (each for each in entries if each.moment.rank == rank):
+                blob = None
+                if entry.dtype is not None and entry.shape is not None:
+                    blob = Blob(entry.dtype, entry.shape, entry.nbytes, _bytes_of(entry))
+                writer.write(entry.point, entry.moment, blob=blob, summary=_summary_of(entry), note=entry.note or None)
+                job.progress(str(entry.point), done, len(entries))
+                done += 1
+        except BaseException:
+            writer.close(state="interrupted")
+            raise
         stated = writer.close(
             forwards=was.forwards,
             points=len(job.points),

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from layerscope.compile_taps.embedding import Embedding
-from layerscope.compile_taps.forward_order import Way
+from layerscope.compile_taps.decoder.embedding import Embedding
+from layerscope.compile_taps.decoder.forward_order import ForwardOrder
 from layerscope.runtimes.eager import modules_of
 
 
@@ -48,16 +48,16 @@ def lists_of(model: nn.Module) -> dict[str, list[str]]:
     }
 
 
-def stack_of(model: nn.Module, lists: Mapping[str, list[str]], way: Way) -> Stack | None:
+def stack_of(model: nn.Module, lists: Mapping[str, list[str]], order: ForwardOrder) -> Stack | None:
     """Return the stack among the lists, by how a forward went; None where none of them ran in sequence."""
     by_name = modules_of(model).by_name
-    ran = {name: list(dict.fromkeys(each for each in way.began if each in set(lists[name]))) for name in lists}
-    running = [name for name in lists if ran[name] and name not in way.beside]
+    ran = {name: list(dict.fromkeys(each for each in order.began if each in set(lists[name]))) for name in lists}
+    running = [name for name in lists if ran[name] and name not in order.beside]
     if not running:
         return None
     coded = any("encoder" in name.split(".") for name in running)
     chosen = max(running, key=lambda name: (coded and "decoder" in name.split("."), _size(by_name[name])))
-    return Stack(lists[chosen], ran[chosen], way.embeddings.get(chosen))
+    return Stack(lists[chosen], ran[chosen], order.embeddings.get(chosen))
 
 
 def _is_list(module: nn.Module) -> bool:

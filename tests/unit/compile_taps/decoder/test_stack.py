@@ -8,9 +8,7 @@ import architectures
 import layerscope as ls
 import zoo
 from asserts import assert_same_bits
-from layerscope.compile_taps.forward_order import followed
-from layerscope.compile_taps.head import head_of
-from layerscope.compile_taps.stack import lists_of, stack_of
+from layerscope.compile_taps.decoder import followed, head_of, lists_of, stack_of
 from layerscope.errors import NoSuchPoint
 
 EXPECTED = {

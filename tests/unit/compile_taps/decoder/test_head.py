@@ -8,9 +8,7 @@ from torch import nn
 import layerscope as ls
 import zoo
 from asserts import assert_same_bits
-from layerscope.compile_taps.forward_order import followed
-from layerscope.compile_taps.head import head_of
-from layerscope.compile_taps.stack import lists_of, stack_of
+from layerscope.compile_taps.decoder import followed, head_of, lists_of, stack_of
 
 IDS = torch.arange(12).view(2, 6)
 

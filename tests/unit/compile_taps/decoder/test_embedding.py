@@ -8,8 +8,8 @@ from torch import nn
 import layerscope as ls
 import zoo
 from asserts import assert_same_bits
-from layerscope.compile_taps.embedding import Makers
-from layerscope.compile_taps.forward_order import followed
+from layerscope.compile_taps.decoder import followed
+from layerscope.compile_taps.decoder.embedding import Makers
 
 IDS = torch.arange(8).view(2, 4)
 

@@ -1,8 +1,8 @@
 """One forward, followed: in which order modules run, and where what they are given comes from.
 
-    way = followed(model, lists_of(model), args, kwargs)
-    way.began                       # ["model", "model.embed_tokens", "model.layers.0", ...]
-    way.embeddings["model.layers"]  # what the first of its blocks was given, and who made it
+    order = followed(model, lists_of(model), args, kwargs)
+    order.began                       # ["model", "model.embed_tokens", "model.layers.0", ...]
+    order.embeddings["model.layers"]  # what the first of its blocks was given, and who made it
 
 What is inside the blocks of a list is not looked at: blocks are told apart by how they run, not by what they do.
 """
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerscope.compile_taps.embedding import Embedding, Makers, TensorState, is_plain
+from layerscope.compile_taps.decoder.embedding import Embedding, Makers, TensorState, is_plain
 from layerscope.compile_taps.tapped_model import copied
 from layerscope.points import Leaf, Point
 from layerscope.runtimes.eager import modules_of
@@ -27,7 +27,7 @@ OWN, COPY, OTHERS = range(3)
 Given = list[tuple[Leaf, torch.Tensor]]
 
 
-class Way(NamedTuple):
+class ForwardOrder(NamedTuple):
     """The way a forward went.
 
     `began` has the calls in the order they begin, `blocks` the names of those that are blocks of a list. `beside` are
@@ -43,7 +43,9 @@ class Way(NamedTuple):
     tables: dict[str, int]
 
 
-def followed(model: nn.Module, lists: Mapping[str, list[str]], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Way:
+def followed(
+    model: nn.Module, lists: Mapping[str, list[str]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ForwardOrder:
     """Run a copy of the model; `lists` are the names of lists of blocks, and of their blocks."""
     copy = copied(model)
     follower = _Follower(lists, [tensor for _, tensor in argument_leaves(args, kwargs)])
@@ -51,13 +53,13 @@ def followed(model: nn.Module, lists: Mapping[str, list[str]], args: tuple[Any, 
         if not follower.is_inside_a_block(name):
             follower.attach(name, module)
     copy(*args, **kwargs)
-    return follower.way
+    return follower.order
 
 
 class _Follower:
     def __init__(self, lists: Mapping[str, list[str]], tensors: list[torch.Tensor]) -> None:
         self._list_of = {block: name for name, blocks in lists.items() for block in blocks}
-        self.way = Way([], frozenset(self._list_of), set(), {}, {})
+        self.order = ForwardOrder([], frozenset(self._list_of), set(), {}, {})
         self._ids = [tensor for tensor in tensors if _is_ids(tensor)]
         self._makers = Makers()
         self._waiting = set(lists)
@@ -73,10 +75,10 @@ class _Follower:
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = argument_leaves(args, kwargs)
-            self.way.began.append(name)
+            self.order.began.append(name)
             if is_table:
                 ranks = [self._rank(tensor) for _, tensor in given if _is_ids(tensor)]
-                self.way.tables[name] = min([*ranks, self.way.tables.get(name, OTHERS)])
+                self.order.tables[name] = min([*ranks, self.order.tables.get(name, OTHERS)])
             if name in self._list_of:
                 self._block(self._list_of[name], name, given)
 
@@ -102,7 +104,7 @@ class _Follower:
         before, seen = self._last.get(listed, (name, []))
         now = [TensorState.of(tensor) for _, tensor in given]
         if before != name and len(now) == len(seen) and all(map(TensorState.is_same, now, seen)):
-            self.way.beside.add(listed)
+            self.order.beside.add(listed)
         self._last[listed] = (name, now)
 
     def _settle(self, listed: str, value: object) -> None:
@@ -112,7 +114,7 @@ class _Follower:
         alike = [maker for tensor, maker in arrived if _extent(tensor) in gives]
         found = alike or [maker for _, maker in arrived]
         if found:
-            self.way.embeddings[listed] = found[0]
+            self.order.embeddings[listed] = found[0]
 
     def _rank(self, ids: torch.Tensor) -> int:
         if any(ids.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() for own in self._ids):

@@ -6,8 +6,7 @@ from torch import nn
 
 import zoo
 from asserts import assert_no_hooks_left
-from layerscope.compile_taps.forward_order import followed
-from layerscope.compile_taps.stack import lists_of
+from layerscope.compile_taps.decoder import followed, lists_of
 
 IDS = torch.tensor([[5, 3, 3], [1, 0, 2]])
 
