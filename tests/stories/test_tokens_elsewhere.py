@@ -95,3 +95,26 @@ def test_positions_that_are_wrong_are_a_difference():
     given = padded("right")
     given["position_ids"] = torch.arange(24).expand(2, -1) + 3
     assert str(ls.compare(reference, recorded(families.family("llama"), given)).verdict) == "differs"
+
+
+@pytest.mark.parametrize(
+    ("one", "two"), [("eager", "grouped_mm"), ("grouped_mm", "eager"), ("grouped_mm", "batched_mm")]
+)
+def test_experts_that_run_their_tokens_in_other_calls_or_another_order_are_no_difference(one, two):
+    given = families.inputs("qwen2moe")
+
+    def run(how, *, dtype=torch.float32, floors=False, fault=False):
+        model = families.family("qwen2moe", dtype=dtype)
+        model.set_experts_implementation(how)
+        if fault:
+            with torch.no_grad():
+                model.model.layers[1].mlp.experts.gate_up_proj[2].mul_(1.05)
+        return recorded(model, given, floors=floors)
+
+    reference = run(one, floors=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        result = ls.compare(reference, run(two, dtype=dtype))
+        assert str(result.verdict) in ("same", "noise"), (dtype, result.verdict.because)
+        assert not [row for row in result.rows if row.kind == "unpaired"]
+    result = ls.compare(reference, run(two, fault=True))
+    assert (str(result.verdict), result.first_divergence.name) == ("differs", "model.layers.1.mlp.experts.act_fn")

@@ -11,38 +11,35 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
+from layerscope.compare.align.experts import order_of_rows
+from layerscope.compare.align.positions import Rows
 from layerscope.compare.measure import measure
 from layerscope.compare.measure.metrics import Metrics
 from layerscope.compare.noise_floor import Step, rounding, step_of
 from layerscope.compare.record_pair import RecordPair
 from layerscope.errors import LayerscopeError
-from layerscope.store import Entry
 
 if TYPE_CHECKING:
     import torch
-
-
-_OFF = 0.1  # a row this far from its other side, relatively, may be another row
-_MOST_ROWS = 4096  # that may be other ones: each is held against each
 
 
 def follow_choices(pairs: Sequence[RecordPair]) -> None:
     """Measure once more what lies in the order of choices that the candidate lists in another order.
 
     That is numbers of the choices' own shape beside them, and rows of what lies beside or within what they choose from,
-    in the same step; only where it explains most of a difference.
+    in the same step; only where it explains most of a difference. Experts may have their rows in another order though
+    the choices have not.
     """
     together: dict[Step, list[RecordPair]] = defaultdict(list)
     for one in pairs:
         if one.metrics is not None:
             together[step_of(one.moment)].append(one)
     for choice in pairs:
-        if choice.metrics is None or choice.metrics.sets is None or not choice.metrics.sets.reordered:
+        if choice.metrics is None or choice.metrics.sets is None:
             continue
         beside = together[step_of(choice.moment)]
         if not any(_scores(one, choice) for one in beside):
@@ -75,15 +72,26 @@ def _follows(one: RecordPair, choice: RecordPair) -> bool:
 
 def _measured(one: RecordPair, choice: RecordPair) -> Metrics | None:
     shape, chosen = one.shapes[0], choice.shapes[0]
-    if shape[: len(chosen)] == chosen:
+    reordered = choice.metrics is not None and choice.metrics.sets is not None and choice.metrics.sets.reordered
+    if not reordered and (len(shape) != 2 or shape[0] == prod(chosen[:-1])):
+        return None  # a row is a token's, in the order of the tokens
+    of = one.candidate
+    if reordered and shape[: len(chosen)] == chosen:
         order = order_of(choice.reference.tensor(), choice.candidate.tensor())
+
+        def read() -> torch.Tensor:
+            values = of.tensor().reshape(*order.shape, -1)
+            return values.gather(1, order[:, :, None].expand_as(values)).reshape(shape)
+
     elif len(shape) == 2 and one.reference.point.name != choice.reference.point.name:
-        order = order_of_rows(one.reference.tensor(), one.candidate.tensor())[None]
+        rows = order_of_rows(one.reference.tensor(), of.tensor())
+
+        def read() -> torch.Tensor:
+            return of.tensor()[rows]
+
     else:
         return None
-    where = one.candidate
-    ordered = _Ordered(where.point, where.moment, where.dtype, where.shape, where.nbytes, where._run, where._at, order)
-    return measure(one.reference, ordered)
+    return measure(one.reference, Rows.of(of, read, shape))
 
 
 def order_of(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
@@ -97,36 +105,3 @@ def order_of(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
     order = theirs.argsort(dim=1, stable=True).gather(1, ranks)
     same = (theirs.gather(1, order) == ours).all(dim=1, keepdim=True)
     return order.where(same, order.new_tensor(range(ours.shape[1])))
-
-
-def order_of_rows(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
-    """Return which row of the candidate is which of the reference, by their values; each is used once.
-
-    Rows that agree stay where they are, and so does everything when there are too many others to look at.
-    """
-    import torch
-
-    ours, theirs = reference.double(), candidate.double()
-    order = ours.new_tensor(range(len(ours))).long()
-    off = ((ours - theirs).norm(dim=1) > _OFF * ours.norm(dim=1)).nonzero().flatten()
-    if not 0 < len(off) <= _MOST_ROWS:
-        return order
-    nearest = torch.cdist(ours[off], theirs[off]).argmin(dim=1)
-    if len(set(nearest.tolist())) == len(off):
-        order[off] = off[nearest]
-    return order
-
-
-@dataclass(frozen=True, eq=False)
-class _Ordered(Entry):
-    """A record of which every row's parts are read in another order."""
-
-    order: torch.Tensor
-
-    def pieces(self, items: int) -> Iterator[torch.Tensor]:
-        """Go through the values, as the reference has them."""
-        rows, width = self.order.shape
-        values = self.tensor().reshape(rows, width, -1)
-        flat = values.gather(1, self.order[:, :, None].expand_as(values)).reshape(-1)
-        for start in range(0, flat.numel(), items):
-            yield flat[start : start + items]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from math import prod
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from layerscope.checks import Numbers, largest_of, mask_of, numbers_of, rows_kept
 from layerscope.compare.align.alignment import Alignment, Pair, align
+from layerscope.compare.align.experts import grouped, rows_together
 from layerscope.compare.align.moments import pair_moments
 from layerscope.compare.align.pairing import PairingRule
 from layerscope.compare.align.positions import Positions, SharedRows, StepKey, by_position, positions_of, step_key
@@ -123,6 +124,10 @@ class Plan:
         here, there = self.left.of[pair.reference], self.right.of[pair.candidate]
         found = pair_moments(list(here), list(there))
         matched, lone, other = by_position(found, self._share) if all(self._positions) else found
+        fits = not lone and not other and all(here[mine].shape == there[its].shape for mine, its, _ in matched)
+        regrouped = set() if fits else self._regrouped(pair, here, there)
+        matched = [each for each in matched if step_key(each[0]) not in regrouped]
+        lone, other = ([m for m in left if step_key(m) not in regrouped] for left in (lone, other))
         seen: set[Moment] = set()
         for mine, theirs, how in matched:
             method = f"{pair.method}, moments {how}" if how else pair.method
@@ -142,6 +147,40 @@ class Plan:
         for moment in other:
             why = f"the reference has no record of it at {moment}"
             self.told.append(RecordPair(pair.candidate, moment, None, pair.method, because=why, reference_has=False))
+
+    def _regrouped(self, pair: Pair, here: Mapping[Moment, Entry], there: Mapping[Moment, Entry]) -> set[StepKey]:
+        """Plan the steps in which experts are called otherwise, all rows together; return them."""
+        sides: dict[StepKey, tuple[list[Entry], list[Entry]]] = {}
+        for at, entries in enumerate((here, there)):
+            for moment in sorted(entries):
+                sides.setdefault(step_key(moment), ([], []))[at].append(entries[moment])
+        found = set()
+        for step, (ours, theirs) in sides.items():
+            if not ours or not theirs or [e.shape for e in ours] == [e.shape for e in theirs]:
+                continue
+            rows = rows_together(ours)
+            if rows is not None and rows == rows_together(theirs) and rows in self._chosen(pair.reference.name, step):
+                dtypes = _both(_recorded(ours[0], self.left.run), _recorded(theirs[0], self.right.run))
+                one = RecordPair.of(pair, *grouped(ours, theirs), pair.method, dtypes=dtypes)
+                if one.shapes[0] == one.shapes[1]:
+                    one.because = "the rows of experts are paired by their values, over all calls"
+                    self.pairs.append(one)
+                    found.add(step)
+        return found
+
+    def _chosen(self, name: str, step: StepKey) -> set[int]:
+        """Return how many choices of experts were made in a step, in the modules around one."""
+        return {n for within, at, n in self._choices if at == step and name.startswith(f"{within}.")}
+
+    @cached_property
+    def _choices(self) -> list[tuple[str, StepKey, int]]:
+        """The module around each choice of the reference, its step, and how many were chosen."""
+        return [
+            (point.name.rpartition(".")[0], step_key(moment), prod(entry.shape or ()))
+            for point, entries in self.left.of.items()
+            for moment, entry in entries.items()
+            if point.name and len(entry.shape or ()) == 2 and (entry.dtype or "").startswith("int")
+        ]
 
     @cached_property
     def _positions(self) -> tuple[dict[StepKey, Positions], dict[StepKey, Positions]]:

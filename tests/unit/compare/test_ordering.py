@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from layerscope.compare.ordering import follow_choices, order_of, order_of_rows
+from layerscope.compare.ordering import follow_choices, order_of
 from layerscope.compare.plan import Plan, Records
 from layerscope.points import Moment, Point
 from layerscope.store import MemoryRun
@@ -49,20 +49,17 @@ def test_a_choice_that_occurs_twice_keeps_its_places():
     assert order_of(torch.tensor([[5, 5, 1]]), torch.tensor([[1, 5, 5]])).tolist() == [[1, 2, 0]]
 
 
-def test_rows_are_known_by_their_values_and_each_is_used_once():
-    assert order_of_rows(ROWS, TURNED).tolist() == [1, 0, 3, 2, 5, 4]
-    assert order_of_rows(ROWS, ROWS * 1.01).tolist() == list(range(6))
-    one_for_all = ROWS[:1].repeat(6, 1)
-    assert order_of_rows(ROWS, one_for_all).tolist() == list(range(6))
-
-
 def test_scores_and_expert_rows_are_read_in_the_order_of_the_choices():
     turned = router(SCORES.flip(1), CHOICES.flip(1), TURNED)
     assert followed(router(SCORES, CHOICES), turned) == {"mlp.gate:output[0]": True, "mlp.experts.act:output": True}
 
 
-def test_without_another_order_of_choices_nothing_is():
-    assert followed(router(SCORES, CHOICES), router(SCORES.flip(1), CHOICES, TURNED)) == {}
+def test_without_another_order_of_choices_the_rows_of_experts_alone_are():
+    assert followed(router(SCORES, CHOICES), router(SCORES.flip(1), CHOICES, TURNED)) == {
+        "mlp.experts.act:output": True
+    }
+    turned = router(SCORES, CHOICES, tokens=TOKENS.flip(0))  # a row for each token, in the order of the tokens
+    assert followed(router(SCORES, CHOICES), turned) == {}
 
 
 def test_a_fault_in_the_scores_or_in_the_rows_is_not_read_away():

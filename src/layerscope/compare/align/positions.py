@@ -130,18 +130,24 @@ def by_position(
 
 @dataclass(frozen=True, eq=False)
 class Rows(Entry):
-    """The rows of a record that belong to certain tokens; `whole` is the record."""
+    """Rows of a record, picked or put in order; `whole` is the record, or the first of several."""
 
     whole: Entry
-    pick: Callable[[torch.Tensor], torch.Tensor]
+    read: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, whole: Entry, read: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> Rows:
+        """Make a record of the rows that `read` gives."""
+        size = whole.nbytes * math.prod(shape) // max(1, math.prod(whole.shape or ()))
+        return cls(whole.point, whole.moment, whole.dtype, shape, size, whole._run, whole._at, whole, read)
 
     def tensor(self) -> torch.Tensor:
         """Return those rows."""
-        return self.pick(self.whole.tensor())
+        return self.read()
 
     def pieces(self, items: int) -> Iterator[torch.Tensor]:
         """Go through their values."""
-        flat = self.tensor().reshape(-1)
+        flat = self.read().reshape(-1)
         for start in range(0, flat.numel(), items):
             yield flat[start : start + items]
 
@@ -199,9 +205,10 @@ class SharedRows:
         length = self.both[which].rows.shape[1]
         parts = batch if self.even else 1
 
-        def pick(value: torch.Tensor) -> torch.Tensor:
+        def read() -> torch.Tensor:
             import torch
 
+            value = entry.tensor()
             b, row = torch.from_numpy(sequence), torch.from_numpy(at)
             if axis == 0:
                 return value[b * length + row]
@@ -217,8 +224,7 @@ class SharedRows:
         else:
             made = (parts, *shape[1:axis], len(at) // parts, *shape[axis + 1 :])
             made = made if columns is None else (*made[:-1], columns.shape[1])
-        size = entry.nbytes * math.prod(made) // max(1, math.prod(shape))
-        return Rows(entry.point, entry.moment, entry.dtype, made, size, entry._run, entry._at, entry, pick)
+        return Rows.of(entry, read, made)
 
 
 def _attends(entry: Entry) -> bool:
