@@ -103,8 +103,10 @@ def main() -> int:
         shutil.copytree(folder / "both", folder / "like")
         found["open"] = timed(lambda: len(open_run(folder / "both")))
         Table().to_pandas()  # importing pandas is no matter of ours
-        found["to_pandas"] = timed(lambda: open_run(folder / "both").summaries().to_pandas())
-        found["to_dicts"] = timed(lambda: open_run(folder / "both").summaries().to_dicts())
+        for verb in ("to_pandas", "to_dicts"):
+            run = open_run(folder / "both")
+            assert len(run) == records
+            found[verb] = timed(lambda run=run, verb=verb: getattr(run.summaries(), verb)())
         show = [sys.executable, "-m", "layerscope", "show", str(folder / "both")]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(show, stdout=subprocess.DEVNULL, check=True)

@@ -33,11 +33,11 @@ from layerscope.errors import LayerscopeError, NoSuchPoint, NotARun, RunBusy, Ru
 from layerscope.monitor.captures import Capture, shape_of
 from layerscope.monitor.config import Config, settings_in
 from layerscope.monitor.gathering import Gathered
+from layerscope.monitor.item_writer import ItemWriter
 from layerscope.monitor.items import Format, Outputs, own_path, write_custom
 from layerscope.monitor.layers import Choice, Layer, RecordType, choices_of, layers_of, whole_numbers
 from layerscope.monitor.leaving import leave_on_sigterm
 from layerscope.monitor.loaders import Followed
-from layerscope.monitor.saving import Shelf
 from layerscope.monitor.stored import Stored
 from layerscope.points import Point
 from layerscope.recorder import Recording, RecordOptions, Tap, record
@@ -119,7 +119,7 @@ class Monitor:
         self._recording, path = self._begun(choices, budget=budget - room)
         self._stored = Stored(self._recording, path, self._losses)
         folder = self.output_dir / rank_folder(ranks.rank()) if ranks.rank() else self.output_dir
-        self._shelf = Shelf(folder, self._stored, format=format, losses=self._losses)
+        self._writer = ItemWriter(folder, self._stored, format=format, losses=self._losses)
         self._closed = False
         self._release = leave_on_sigterm()
         _watch()
@@ -294,7 +294,7 @@ class Monitor:
 
         Raises ValueError for a name that leaves the folder, and TypeError for objects that only pickle could save.
         """
-        path = own_path(self._shelf.folder, name, taken=self._stored.path)
+        path = own_path(self._writer.folder, name, taken=self._stored.path)
         try:
             write_custom(path, obj)
         except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
@@ -314,7 +314,7 @@ class Monitor:
         layers = self._chosen(None, *record_types)
         self._gathered.forget(layers)
         for layer in layers:
-            self._shelf.forget(layer)
+            self._writer.forget(layer)
 
     def _save(
         self,
@@ -333,7 +333,7 @@ class Monitor:
                 if until is not None and sum(each.nbytes for each in group) > (until - time.monotonic()) * _SLOW_DISK:
                     self._losses.say(f"no time is left to save {layer.alias}; {self._stored.path} has all of it")
                     continue
-                path = self._shelf.put(layer, group, format=format)
+                path = self._writer.put(layer, group, format=format)
                 if path is not None:
                     written.append(path)
                     self._gathered.saved(layer, group)
@@ -413,7 +413,7 @@ class Monitor:
                     taps,
                     to=path,
                     statistics="moments",
-                    options=RecordOptions(weights=False, budget=budget, listener=self._gathered),
+                    options=RecordOptions(weights=False, budget=budget, listener=self._gathered, owned=True),
                 )
                 with contextlib.suppress(RunExists, RunBusy, NotARun):
                     return recording.__enter__(), path

@@ -34,7 +34,7 @@ from layerscope.monitor.outlets import Outlet
 from layerscope.monitor.page import page, record_of
 from layerscope.monitor.units import unit_axes
 from layerscope.monitor.updates import Updates
-from layerscope.monitor.wishes import bounds_of, innermost, maps_of, other_side, points_of
+from layerscope.monitor.watch_taps import bounds_of, innermost, maps_of, other_side, points_of
 from layerscope.pages.alarms import keep
 from layerscope.points import Moment, Point
 from layerscope.recorder import Recording, RecordOptions, Tap, record
@@ -54,21 +54,7 @@ _T = TypeVar("_T")
 _SNAPSHOTS = 3  # of each rule: one holds every tapped tensor of a step
 
 
-def watch(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    to: str | os.PathLike[str] | None = None,
-    every: int | Schedule | str = 1,
-    taps: str | Sequence[str] = "**",
-    statistics: str = "moments",
-    gradients: bool = False,
-    parameters: bool = False,
-    attention: str | Sequence[str] | Tap = (),
-    rules: Sequence[Rule | str] = (),
-    sinks: Sequence[Sink] = (),
-    on_alarm: Callable[[Alarm], None] | None = None,
-) -> Watch:
+class Watch:
     """Watch `model` until the block ends: a frame of readings every `every` steps, for the rules and the sinks.
 
     With an `optimizer`, a step is one of its steps, whatever the number of forwards it takes, and evaluation (eval mode
@@ -97,34 +83,6 @@ def watch(
     With `to`, the statistics, the attention maps and the snapshots are recorded on disk; without it, the snapshots
     alone, in memory. Nothing of this changes a result or, unless a rule says stop, ends the training. SIGTERM ends the
     block in order, unless the program has a handler of its own.
-    """
-    wanted = [copy.deepcopy(parse_rule(rule) if isinstance(rule, str) else rule) for rule in rules]
-    needs = frozenset().union(*(rule.needs for rule in wanted))
-    if optimizer is None and (parameters or "parameters" in needs):
-        who = next((f"the rule {rule.name}" for rule in wanted if "parameters" in rule.needs), "parameters=True")
-        raise ValueError(
-            f"{who} needs the optimizer, around whose steps parameters are looked at: watch(model, optimizer)."
-        )
-    return Watch(
-        model,
-        None if optimizer is None else innermost(optimizer),
-        to=to,
-        schedule=every_nth(every) if isinstance(every, int) else schedule_of(every),
-        patterns=(taps,) if isinstance(taps, str) else tuple(taps),
-        statistics=statistics,
-        gradients=gradients or "gradients" in needs,
-        inputs="inputs" in needs,
-        units="units" in needs,
-        parameters=parameters or "parameters" in needs,
-        attention=maps_of((attention,) if isinstance(attention, str) else attention),
-        rules=wanted,
-        sinks=tuple(sinks),
-        on_alarm=on_alarm,
-    )
-
-
-class Watch:
-    """What `watch` returns: a context manager that looks on.
 
     `alarms` has the first alarm of each rule and place, in order, and `counts` how often each came; `run` is what was
     recorded.
@@ -133,30 +91,41 @@ class Watch:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
-        to: str | os.PathLike[str] | None,
-        schedule: Schedule | None,
-        patterns: tuple[str, ...],
-        statistics: str,
-        gradients: bool,
-        inputs: bool,
-        units: bool,
-        parameters: bool,
-        attention: Tap | None,
-        rules: Sequence[Rule],
-        sinks: Sequence[Sink],
-        on_alarm: Callable[[Alarm], None] | None,
+        to: str | os.PathLike[str] | None = None,
+        every: int | Schedule | str = 1,
+        taps: str | Sequence[str] = "**",
+        statistics: str = "moments",
+        gradients: bool = False,
+        parameters: bool = False,
+        attention: str | Sequence[str] | Tap = (),
+        rules: Sequence[Rule | str] = (),
+        sinks: Sequence[Sink] = (),
+        on_alarm: Callable[[Alarm], None] | None = None,
     ) -> None:
+        wanted = [copy.deepcopy(parse_rule(rule) if isinstance(rule, str) else rule) for rule in rules]
+        needs = frozenset().union(*(rule.needs for rule in wanted))
+        parameters = parameters or "parameters" in needs
+        if optimizer is None and parameters:
+            who = next((f"the rule {rule.name}" for rule in wanted if "parameters" in rule.needs), "parameters=True")
+            raise ValueError(
+                f"{who} needs the optimizer, around whose steps parameters are looked at: watch(model, optimizer)."
+            )
         self.alarms: list[Alarm] = []
         self.counts: Counter[tuple[str, str]] = Counter()
         self._model = model
-        self._optimizer = optimizer
+        self._optimizer = None if optimizer is None else innermost(optimizer)
         self._to = None if to is None else os.fspath(to)
+        patterns = (taps,) if isinstance(taps, str) else tuple(taps)
+        schedule = every_nth(every) if isinstance(every, int) else schedule_of(every)
         self._schedule = schedule = ALWAYS if schedule is None else schedule
-        early = [optimizer is not None and rule.action == "stop" and "parameters" not in rule.needs for rule in rules]
-        self._early = [rule for rule, yes in zip(rules, early, strict=True) if yes]  # look before the optimizer's step
-        self._late = [rule for rule, yes in zip(rules, early, strict=True) if not yes]
+
+        def before_step(rule: Rule) -> bool:
+            return optimizer is not None and rule.action == "stop" and "parameters" not in rule.needs
+
+        self._early = [rule for rule in wanted if before_step(rule)]
+        self._late = [rule for rule in wanted if not before_step(rule)]
         self._outlets = [Outlet(sink) for sink in sinks]
         self._on_alarm = on_alarm
         self._updates = Updates(model, level=level_of(statistics)[0]) if parameters else None
@@ -168,11 +137,11 @@ class Watch:
         self._said: set[tuple[int, str]] = set()  # each rule's places
         self._failures: Counter[str] = Counter()
         self._stack = ExitStack()
-        maps = attention
+        maps = maps_of((attention,) if isinstance(attention, str) else attention)
         looks = [Tap(patterns, "summary", schedule)]
-        if gradients:
+        if gradients or "gradients" in needs:
             looks.append(Tap(other_side(patterns, "grad_output"), "summary", schedule))
-        if inputs:
+        if "inputs" in needs:
             looks.append(Tap(other_side(patterns, "input"), "summary", schedule))
         if maps is not None:
             maps = replace(
@@ -183,11 +152,11 @@ class Watch:
         self._maps = frozenset(map(str, images))
         self._gathering = Gathering(
             ended=self._look,
-            units=unit_axes(model) if units else None,
+            units=unit_axes(model) if "units" in needs else None,
             images=images,
             look=None if maps is None else maps.schedule,
             bounds=bounds_of(model),
-            holds=any(rule.action == "snapshot" for rule in rules),
+            holds=any(rule.action == "snapshot" for rule in wanted),
         )
         options = RecordOptions(listener=self)
         self._recording = record(model, looks, to=to, keep="summary", statistics=statistics, options=options)
@@ -419,3 +388,6 @@ class Watch:
             if self._failures[what] == 1:
                 log.warning("%s raised %s: %s; the training goes on", what, type(error).__name__, error)
             return None
+
+
+watch = Watch  # as it is called: with watch(model) as watching

@@ -12,8 +12,6 @@ from layerscope.report.writing import many
 if TYPE_CHECKING:
     from layerscope.store import Damage, Run
 
-__all__ = ["completeness_parts", "damage_of", "damage_parts", "damage_text", "run_facts"]
-
 MOST = 10
 
 # What a state means to whoever reads the run; `complete` says the rest itself.
@@ -74,18 +72,10 @@ def completeness_parts(run: Run, name: str, *, damaged: Sequence[Damage] | None 
         yield from (Sentence(note, "warn") for note in run.notes[:MOST])
     if done.recomputed:
         yield Sentence(f"{many(done.recomputed, 'call')} repeated by activation checkpointing, recorded once", "quiet")
-    if run.missing:
-        columns = [Column("point", "missing", "name"), Column("reason", "because")]
-        yield Table.of("missing", columns, ((m.point, m.reason) for m in run.missing), most=MOST)
-    if run.dropped:
-        columns = [
-            Column("point", "dropped", "name"),
-            Column("count", "records", "count"),
-            Column("reason", "because"),
-            Column("first", "first at", rank=1),
-        ]
-        rows = ((d.point, d.count, d.reason, d.first) for d in run.dropped)
-        yield Table.of("dropped", columns, rows, most=MOST)
+    if run.missing or run.dropped:
+        from layerscope.compare.page.provenance import absent
+
+        yield from absent(run)
     yield from damage_parts(damaged)
 
 

@@ -224,6 +224,7 @@ class Recording:
         with suppress(Exception):
             if (
                 self._destination is not None
+                and not self._options.owned
                 and self.completeness is None
                 and self._process == os.getpid()
                 and not sys.is_finalizing()

@@ -21,8 +21,6 @@ from layerscope.report.json import JSON, strict
 from layerscope.report.parts import Curves, Event, HeatMap, Histograms, Line, Picture, Timeline
 from layerscope.report.writing import count, landmarks, middle, number, printable
 
-__all__ = ["figure", "quoted"]
-
 COLOURS = 8  # of lines, and as many dashes: the ninth has the colour of the first and the dashes of the second
 SHADES = 12  # of a heat map
 SIZE = 1000  # of the stretched drawings, either way

@@ -203,17 +203,19 @@ def quantiles(
     ends = np.cumsum(counts.astype(np.int64))
     before = ends[first] - counts[first].astype(np.int64)  # how many values all sketches before it count
     last = ends[first + size - 1] - before - 1
+    least, most = low[order], high[order]
 
-    def at(place: Array) -> Array:
-        bucket = np.searchsorted(ends, before + place, side="right")
-        return np.clip(_middles(keys[bucket]), low[order], high[order])
+    def read(bucket: Array) -> Array:
+        return np.clip(_middles(keys[bucket]), least, most)
 
     for q, result in zip(qs, results, strict=True):
         rank = q * last
         below = np.minimum(np.floor(rank).astype(np.int64), last)
-        left, right = at(below), at(np.minimum(below + 1, last))
-        left = np.where((below == 0) & (low[order] > -math.inf), low[order], left)
-        right = np.where((below + 1 >= last) & (high[order] < math.inf), high[order], right)
+        bucket = np.searchsorted(ends, before + below, side="right")
+        # The next value is in the same bucket, or in the next one: none is empty.
+        left, right = read(bucket), read(bucket + (ends[bucket] <= before + np.minimum(below + 1, last)))
+        left = np.where((below == 0) & (least > -math.inf), least, left)
+        right = np.where((below + 1 >= last) & (most < math.inf), most, right)
         share = rank - below
         between = np.where(left == right, left, (1.0 - share) * left + share * right)
         result[order] = np.where(below == last, right, between)

@@ -9,7 +9,7 @@ Nothing is copied until it is asked for, and `Entry.pieces` never holds more tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
@@ -66,34 +66,22 @@ def _item(parts: list[Entry]) -> Item:
     shape = None if first.shape is None else (sum((part.shape or (0,))[0] for part in parts), *first.shape[1:])
     size = sum(part.nbytes for part in parts)
     moment = Moment(step=first.moment.step, rank=first.moment.rank)
-    return Item(first.point, moment, first.dtype, shape, size, _whole(parts), _pieces(parts), _summary(parts))
 
-
-def _whole(parts: list[Entry]) -> Callable[[], torch.Tensor]:
     def load() -> torch.Tensor:
         import torch
 
         return torch.cat([part.tensor() for part in parts])
 
-    return load
-
-
-def _pieces(parts: list[Entry]) -> Callable[[int], Iterator[torch.Tensor]]:
     def pieces(items: int) -> Iterator[torch.Tensor]:
         for part in parts:
             yield from part.pieces(items)
 
-    return pieces
-
-
-def _summary(parts: list[Entry]) -> Callable[[], Summary | None]:
-    """Add summaries up where nothing else was kept; those of a tensor are taken from all of it when asked for."""
-
     def summary() -> Summary | None:
-        known = [part.summary for part in parts if part.summary is not None]
-        return reduce(add, known) if parts[0].dtype is None and known else None
+        """Add summaries up where nothing else was kept; that of a tensor is taken from all of it when asked for."""
+        known = [found for part in parts if (found := part.summary) is not None] if first.dtype is None else []
+        return reduce(add, known) if known else None
 
-    return summary
+    return Item(first.point, moment, first.dtype, shape, size, load, pieces, summary)
 
 
 def _rest_of(entry: Entry) -> tuple[int, ...] | None:

@@ -152,18 +152,21 @@ class StoredStatistics:
                 bad[where] = np.isin(rows, list(part.bad))
         return bad
 
-    def described(self) -> tuple[list[str], list[tuple[int, ...] | None]]:
-        """Return dtype and shape of what each summary is of."""
+    def dtypes(self) -> list[str]:
+        """Return the dtype of what each summary is of."""
         dtypes: list[str] = []
+        for part, rows, _ in self._groups:
+            dtypes += _chosen([*part.dtypes, ""], part.array("summary_dtype")[rows])
+        return dtypes
+
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """Return the shape of what each summary is of, None where it is of several."""
         shapes: list[tuple[int, ...] | None] = []
         for part, rows, where in self._groups:
-            part.load(("summary_dtype", "summary_shape"))
             code = part.array("summary_shape")[rows].astype(np.int64)
-            code = np.where(self.has[where] & Has.ONE_SHAPE, code, len(part.shapes)).tolist()
-            known, names = [*part.shapes, None], [*part.dtypes, ""]
-            shapes += [known[min(n, len(part.shapes))] for n in code]
-            dtypes += [names[min(n, len(part.dtypes))] for n in part.array("summary_dtype")[rows].tolist()]
-        return dtypes, shapes
+            code = np.where(self.has[where] & Has.ONE_SHAPE, code, len(part.shapes))
+            shapes += _chosen([*part.shapes, None], code)
+        return shapes
 
     def sketches(self) -> tuple[Array, Array, Array, Array]:
         """Return keys and counts of all sketches, and for each record where its own begin and how many they are."""
@@ -240,13 +243,17 @@ def _where(records: Records, places: Array) -> dict[str, Any]:
         "side": [point.side for point in points],
         "leaf": [text[len(f"{point.place}:{point.side}") :] for text, point in zip(texts, points, strict=True)],
     }
-    columns: dict[str, Any] = {name: partial(_chosen, values, codes) for name, values in told.items()}
+    columns: dict[str, Any] = {name: partial(_chosen, [*values, ""], codes) for name, values in told.items()}
     columns |= {name: partial(_when, records, name, places) for name in WHEN}
     return columns
 
 
-def _chosen(values: Sequence[str], codes: Array) -> list[str]:
-    return np.array([*values, ""], object)[codes].tolist()  # type: ignore[no-any-return]
+def _chosen(values: Sequence[Any], codes: Array) -> list[Any]:
+    """Return a value for each code; one that a damaged row made up is taken for the last."""
+    table = np.empty(len(values), object)
+    for at, value in enumerate(values):  # numpy would make a table of numbers of shapes
+        table[at] = value
+    return table[np.minimum(codes, len(values) - 1)].tolist()  # type: ignore[no-any-return]
 
 
 def _when(records: Records, name: str, places: Array) -> Any:
@@ -265,7 +272,7 @@ def _numbers(s: StoredStatistics) -> dict[str, Any]:
     columns |= {name: partial(s.column, name) for name in MOMENTS}
     columns |= {"absmax": lambda: np.maximum(np.abs(s.column("min")), np.abs(s.column("max")))}
     columns |= {"l2": partial(_l2, s), "rms": partial(_rms, s)}
-    columns |= {"dtype": lambda: s.described()[0], "shape": lambda: s.described()[1]}
+    columns |= {"dtype": s.dtypes, "shape": s.shapes}
     percentiles = cache(partial(_percentiles, s))
     columns |= {f"p{q}": lambda at=at: percentiles()[at] for at, q in enumerate(PERCENTILES)}
     columns |= {"first_10": partial(_first, s)}

@@ -515,6 +515,15 @@ def test_a_monitor_that_goes_with_its_model_saves_what_is_unsaved(tmp_path):
     assert open_run(tmp_path / "run").state == "complete"
 
 
+def test_a_collector_that_takes_the_recording_first_leaves_it_to_the_monitor(tmp_path):
+    net = model()
+    monitor = Monitor(net, ["0"], [1], tmp_path, [0])
+    feed(monitor, net)
+    monitor._recording.__del__()
+    monitor.remove_hooks()
+    assert open_run(tmp_path / "run").state == "complete"
+
+
 @pytest.mark.usefixtures("nobody_leaves")
 def test_while_hooks_are_there_sigterm_ends_the_process_in_order_and_not_longer(tmp_path):
     first = Monitor(model(), ["0"], [1], tmp_path, [0])
@@ -533,15 +542,15 @@ def test_a_signal_in_the_middle_of_saving_does_not_lose_the_rest(tmp_path, monke
     net = model()
     monitor = Monitor(net, ["0", "2"], [1], tmp_path, [0])
     seen = feed(monitor, net, batches=1)
-    put, once = type(monitor._shelf).put, []
+    put, once = type(monitor._writer).put, []
 
-    def interrupted(shelf, *given, **wishes):
+    def interrupted(writer, *given, **wishes):
         if not once:
             once.append(1)
             raise KeyboardInterrupt
-        return put(shelf, *given, **wishes)
+        return put(writer, *given, **wishes)
 
-    monkeypatch.setattr(type(monitor._shelf), "put", interrupted)
+    monkeypatch.setattr(type(monitor._writer), "put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         monitor.remove_hooks()
     items = [torch.load(tmp_path / f"single_epoch_1_{n:03d}.pt", weights_only=True) for n in (0, 1)]

@@ -16,10 +16,10 @@ from typing import NamedTuple, final
 import numpy as np
 
 from layerscope.compare.measure.operands import chunk_pairs, operand
-from layerscope.compare.page.provenance import provenance
+from layerscope.compare.page.provenance import absent, provenance
 from layerscope.compare.result import Comparison, Row
 from layerscope.errors import LayerscopeError
-from layerscope.report.parts import Curves, Fact, Facts, Heading, Histograms, Line, Part, Sentence
+from layerscope.report.parts import Curves, Fact, Facts, Fold, Heading, Histograms, Line, Part, Sentence
 from layerscope.report.writing import many, number
 from layerscope.stats.sketch import Sketch
 from layerscope.stats.tensor_views import Array
@@ -134,6 +134,8 @@ class CloseUps:
                 yield Sentence(f"{name} ({address}) is no longer there, or no run on disk", "quiet")
             else:
                 yield provenance(reader, name)
+                if tables := tuple(absent(reader)):
+                    yield Fold(f"what {name} lacks", tables, tone="warn")
 
 
 def _opened(address: str) -> Run | None:

@@ -1,9 +1,13 @@
-"""What made a run, as facts at the end of a page."""
+"""What made a run, as facts at the end of a page, and what is not in it."""
 
 from __future__ import annotations
 
-from layerscope.report.parts import Fact, Facts, Value
+from collections.abc import Iterator
+
+from layerscope.report.parts import Column, Fact, Facts, Table, Value
 from layerscope.store import Run
+
+ABSENT = 10  # lines of a page; machines get all
 
 
 def provenance(run: Run, name: str) -> Facts:
@@ -32,3 +36,19 @@ def provenance(run: Run, name: str) -> Facts:
     }
     items = tuple(Fact(key, value) for key, value in facts.items() if value not in (None, "", {}, []))
     return Facts("provenance", items, name, audience="page")
+
+
+def absent(run: Run) -> Iterator[Table]:
+    """List what was asked for and is not there, and what was dropped, each with the reason."""
+    if run.missing:
+        columns = [Column("point", "missing", "name"), Column("reason", "because")]
+        yield Table.of("missing", columns, ((m.point, m.reason) for m in run.missing), most=ABSENT)
+    if run.dropped:
+        columns = [
+            Column("point", "dropped", "name"),
+            Column("count", "records", "count"),
+            Column("reason", "because"),
+            Column("first", "first at", rank=1),
+        ]
+        rows = ((d.point, d.count, d.reason, d.first) for d in run.dropped)
+        yield Table.of("dropped", columns, rows, most=ABSENT)

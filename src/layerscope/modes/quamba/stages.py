@@ -8,6 +8,7 @@ Weights are coded per output channel. Biases stay the float model's own paramete
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from layerscope.models.mamba import CausalConv, selective_scan
 from layerscope.modes.quamba.calibration import Scales
 from layerscope.modes.quamba.int8 import Arithmetic, Codes, quantise, rescaled, scale_of_rows, scale_of_tensor
 
-__all__ = ["Convolution", "FloatScan", "Gives", "Int8Scan", "Projection", "StoredScan"]
+__all__ = ["Convolution", "FloatScan", "Gives", "Int8Scan", "Projection"]
 
 Gives: TypeAlias = Literal["codes", "floats on the grid", "floats"]
 
@@ -136,15 +137,9 @@ class Convolution(nn.Module):
 class Int8Scan(nn.Module):
     """The selective scan of INT8 u, delta, B and C, with a float32 state; a u that comes as codes is taken as it is."""
 
-    u_scale: torch.Tensor
-    delta_scale: torch.Tensor
-    b_scale: torch.Tensor
-    c_scale: torch.Tensor
-
     def __init__(self, scales: Scales, *, arithmetic: Arithmetic) -> None:
         super().__init__()
-        self.register_buffer("u_scale", torch.tensor(scales.u))
-        _register(self, scales)
+        _register(self, {"u": scales.u, "delta": scales.delta, "B": scales.B, "C": scales.C})
         self.arithmetic = arithmetic
 
     def forward(
@@ -157,30 +152,24 @@ class Int8Scan(nn.Module):
         D: torch.Tensor,  # noqa: N803
     ) -> torch.Tensor:
         """Return y in float32."""
-        coded_u = quantise(u, self.u_scale) if isinstance(u, torch.Tensor) else u
-        coded = [quantise(x, s) for x, s in ((delta, self.delta_scale), (B, self.b_scale), (C, self.c_scale))]
-        return self.arithmetic.scan(coded_u, coded[0], A, coded[1], coded[2], D)
+        given = zip((u, delta, B, C), self.buffers(), strict=True)
+        coded = [x if isinstance(x, Codes) else quantise(x, scale) for x, scale in given]
+        return self.arithmetic.scan(coded[0], coded[1], A, coded[2], coded[3], D)
 
     def extra_repr(self) -> str:
         """Say what is INT8."""
         return f"INT8 u, delta, B, C ({_steps(self)}), float32 state ({self.arithmetic.name})"
 
 
-class StoredScan(nn.Module):
-    """The scan of a stored checkpoint: u on its grid where it is to be INT8, B and C on theirs.
+class FloatScan(nn.Module):
+    """The scan in float32 of what was rounded to the INT8 grids that it has; the rest is taken as it comes.
 
-    Its delta was INT8 before the bias and softplus, where `dt_proj` gave it, and is taken as it comes.
+    A stored checkpoint states no grid of delta: there it is INT8 before its bias and softplus, as `dt_proj` gives it.
     """
 
-    u_scale: torch.Tensor | None
-    b_scale: torch.Tensor
-    c_scale: torch.Tensor
-
-    def __init__(self, *, u: float | None, b: float, c: float) -> None:
+    def __init__(self, **grids: float) -> None:
         super().__init__()
-        self.register_buffer("u_scale", None if u is None else torch.tensor(u))
-        self.register_buffer("b_scale", torch.tensor(b))
-        self.register_buffer("c_scale", torch.tensor(c))
+        _register(self, grids)
 
     def forward(
         self,
@@ -192,53 +181,26 @@ class StoredScan(nn.Module):
         D: torch.Tensor,  # noqa: N803
     ) -> torch.Tensor:
         """Return y in float32."""
-        if isinstance(u, Codes):
-            u = u.floats()
-        elif self.u_scale is not None:
-            u = quantise(u, self.u_scale).floats()
-        on_b, on_c = quantise(B, self.b_scale).floats(), quantise(C, self.c_scale).floats()
-        return selective_scan(u, delta, A, on_b, on_c, D)
+        on_u, on_delta, on_b, on_c = (self._floats(n, x) for n, x in (("u", u), ("delta", delta), ("B", B), ("C", C)))
+        return selective_scan(on_u, on_delta, A, on_b, on_c, D)
+
+    def _floats(self, name: str, x: torch.Tensor | Codes) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):
+            scale = self._buffers.get(f"{name}_scale")
+            if scale is None:
+                return x
+            x = quantise(x, scale)
+        return x.floats()
 
     def extra_repr(self) -> str:
         """Say what is on the grid."""
-        return f"{'float u' if self.u_scale is None else 'INT8 u'}; B, C on the INT8 grid ({_steps(self)})"
+        names = [name.removesuffix("_scale") for name, _ in self.named_buffers()]
+        return f"{', '.join(names)} on the INT8 grid ({_steps(self)}), all else float"
 
 
-class FloatScan(nn.Module):
-    """The float scan of u as it comes, with delta, B and C rounded to the INT8 grid."""
-
-    delta_scale: torch.Tensor
-    b_scale: torch.Tensor
-    c_scale: torch.Tensor
-
-    def __init__(self, scales: Scales) -> None:
-        super().__init__()
-        _register(self, scales)
-
-    def forward(
-        self,
-        u: torch.Tensor,
-        delta: torch.Tensor,
-        A: torch.Tensor,  # noqa: N803
-        B: torch.Tensor,  # noqa: N803
-        C: torch.Tensor,  # noqa: N803
-        D: torch.Tensor,  # noqa: N803
-    ) -> torch.Tensor:
-        """Return y in float32."""
-        given = ((delta, self.delta_scale), (B, self.b_scale), (C, self.c_scale))
-        on_delta, on_b, on_c = (quantise(x, scale).floats() for x, scale in given)
-        return selective_scan(u, on_delta, A, on_b, on_c, D)
-
-    def extra_repr(self) -> str:
-        """Say what is on the grid."""
-        return f"float u; delta, B, C on the INT8 grid ({_steps(self)})"
-
-
-def _register(scan: nn.Module, scales: Scales) -> None:
-    """Give a scan the grids of delta, B and C."""
-    scan.register_buffer("delta_scale", torch.tensor(scales.delta))
-    scan.register_buffer("b_scale", torch.tensor(scales.B))
-    scan.register_buffer("c_scale", torch.tensor(scales.C))
+def _register(scan: nn.Module, grids: Mapping[str, float]) -> None:
+    for name, scale in grids.items():
+        scan.register_buffer(f"{name}_scale", torch.tensor(scale))
 
 
 def _steps(scan: nn.Module) -> str:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from layerscope.modes.quamba.calibration import Calibration, Scales
 from layerscope.modes.quamba.fast import FAST
 from layerscope.modes.quamba.int8 import Arithmetic
 from layerscope.modes.quamba.plain import PLAIN
-from layerscope.modes.quamba.stages import Convolution, FloatScan, Gives, Int8Scan, Projection, StoredScan
+from layerscope.modes.quamba.stages import Convolution, FloatScan, Gives, Int8Scan, Projection
 
 __all__ = ["QUAMBA_MODES", "quantised", "why_not"]
 
@@ -78,8 +77,8 @@ def why_not(model: nn.Module) -> str | None:
     return None
 
 
-def quantised(model: Mamba, mode: str, calibration: Calibration, *, layers: Collection[int] | None = None) -> Mamba:
-    """Return the variant of `model` that a mode names, all of it or just these layers.
+def quantised(model: Mamba, mode: str, calibration: Calibration) -> Mamba:
+    """Return the variant of `model` that a mode names.
 
     The given model stays as it is, and both share every weight that is not quantised.
     """
@@ -96,10 +95,9 @@ def quantised(model: Mamba, mode: str, calibration: Calibration, *, layers: Coll
     shared: dict[int, object] = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
     variant = copy.deepcopy(model, shared)
     mixers = _mixers(variant)
-    for at in range(depth) if layers is None else layers:
-        stored = None if model.stored is None else model.stored[at]
-        for name, stage in _stages(mixers[at], _RECIPES[mode], calibration.layers[at], stored).items():
-            setattr(mixers[at], name, stage)
+    for mixer, scales, stored in zip(mixers, calibration.layers, model.stored or [None] * depth, strict=True):
+        for name, stage in _stages(mixer, _RECIPES[mode], scales, stored).items():
+            setattr(mixer, name, stage)
     return variant
 
 
@@ -130,11 +128,11 @@ def _stages(mixer: Mixer, recipe: Recipe, scales: Scales, stored: Grids | None) 
             weight_scale=weights.get("conv1d"),
         )
     if stored is not None and recipe.scan is not None:
-        stages["scan"] = StoredScan(u=stored.u if recipe.scan == "codes" else None, b=stored.B, c=stored.C)
+        stages["scan"] = FloatScan(**({"u": stored.u} if recipe.scan == "codes" else {}), B=stored.B, C=stored.C)
     elif recipe.scan == "codes":
         stages["scan"] = Int8Scan(scales, arithmetic=arithmetic)
     elif recipe.scan == "floats":
-        stages["scan"] = FloatScan(scales)
+        stages["scan"] = FloatScan(delta=scales.delta, B=scales.B, C=scales.C)
     return stages
 
 

@@ -16,14 +16,8 @@ from layerscope.points import Leaf, Point, Side
 
 STACKS = ("layers", "h", "blocks", "layer", "block")
 EMBEDDINGS = (
-    "embedding",
-    "embeddings",
-    "embed_tokens",
-    "embed",
-    "wte",
-    "word_embeddings",
-    "tok_embeddings",
-    "embed_in",
+    *("embedding", "embeddings", "embed_tokens", "embed", "wte"),
+    *("word_embeddings", "tok_embeddings", "embed_in"),
 )
 LOGITS = ("logits", "lm_head")
 # The words that a layer's first argument goes by, where it is given by name.

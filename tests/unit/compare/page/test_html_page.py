@@ -180,6 +180,17 @@ def test_what_made_the_runs_stands_at_the_end(drawn, runs):
     assert "layerscope compare" in text(drawn)
 
 
+def test_what_a_run_lacks_is_listed_with_its_reason(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for name, forward in (("whole", model), ("part", model[0])):
+        with record(model, ["0", "1"], to=tmp_path / name):
+            forward(torch.ones(2, 4))
+    drawn = page(compare(tmp_path / "whole", tmp_path / "part"))
+    (lacks,) = (part for part in of(drawn, Fold) if part.title == "what part lacks")
+    (table,) = lacks.parts
+    assert [[cell.value for cell in row] for row in table.rows] == [["1:output", "never called"]]
+
+
 def test_runs_that_are_gone_leave_a_page_that_says_what_it_lacks(both):
     from dataclasses import replace
 

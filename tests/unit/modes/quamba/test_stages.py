@@ -16,6 +16,7 @@ from layerscope.modes.quamba.plain import PLAIN
 from layerscope.modes.quamba.stages import Convolution, FloatScan, Int8Scan, Projection
 
 SCALES = Scales(in_proj=0.02, conv1d=0.02, u=0.03, dt_proj=0.02, delta=0.004, B=0.02, C=0.05, out_proj=0.02)
+GRIDS = {"delta": SCALES.delta, "B": SCALES.B, "C": SCALES.C}
 BOTH = pytest.mark.parametrize("arithmetic", [FAST, PLAIN], ids=lambda one: one.name)
 
 
@@ -115,10 +116,10 @@ def test_the_float_scan_takes_u_as_it_comes_and_rounds_delta_b_and_c():
     u, *others = _scanned()
     on_grid = torch.from_numpy(grid(u, SCALES.u)).float() * SCALES.u
     in_int8 = Int8Scan(SCALES, arithmetic=FAST)(u, *others)
-    assert (FloatScan(SCALES)(on_grid, *others) - in_int8).norm() <= 1e-6 * in_int8.norm()
-    assert (FloatScan(SCALES)(u, *others) - in_int8).norm() > 1e-4 * in_int8.norm()
+    assert (FloatScan(**GRIDS)(on_grid, *others) - in_int8).norm() <= 1e-6 * in_int8.norm()
+    assert (FloatScan(**GRIDS)(u, *others) - in_int8).norm() > 1e-4 * in_int8.norm()
     exact = selective_scan(u, *others)
-    assert (FloatScan(SCALES)(u, *others) - exact).norm() > 1e-4 * exact.norm()
+    assert (FloatScan(**GRIDS)(u, *others) - exact).norm() > 1e-4 * exact.norm()
 
 
 def test_each_stage_says_what_is_int8():
@@ -137,7 +138,9 @@ def test_each_stage_says_what_is_int8():
     )
     floats = repr(Convolution(conv, scale=None, out=0.01, gives="floats", arithmetic=FAST))
     assert "INT8 input (scale of the tensor), int32 sums (fast), float output)" in floats
-    assert repr(FloatScan(SCALES)) == "FloatScan(float u; delta, B, C on the INT8 grid (scales 0.004, 0.02, 0.05))"
+    assert repr(FloatScan(**GRIDS)) == (
+        "FloatScan(delta, B, C on the INT8 grid (scales 0.004, 0.02, 0.05), all else float)"
+    )
 
 
 def _conv(*, bias: bool = True) -> CausalConv:

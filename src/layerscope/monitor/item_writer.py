@@ -1,7 +1,7 @@
 """Save captures as items, numbered by epoch; what the disk refuses is said, and stops nothing.
 
-shelf = Shelf(Path("out"), stored, format="pt", losses=losses)
-shelf.put(layer, captures)         # out/single_epoch_1_000.pt, or None
+writer = ItemWriter(Path("out"), stored, format="pt", losses=losses)
+writer.put(layer, captures)         # out/single_epoch_1_000.pt, or None
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from layerscope.monitor.streaming import joined, write_epoch
 from layerscope.recorder.tensors import undisturbed
 from layerscope.store.losses import Losses
 
-__all__ = ["Shelf"]
+__all__ = ["ItemWriter"]
 
 
 @final
-class Shelf:
+class ItemWriter:
     """A folder of items. Numbers go on behind those that are there, so that no earlier run's item is replaced."""
 
     def __init__(self, folder: Path, stored: Stored, *, format: Format, losses: Losses) -> None:
