@@ -143,6 +143,8 @@ def layers_alone(name, options, tally):
             seen = max((row.excess or 0.0 for row in result.rows if row.point.name == holder), default=0.0)
             if seen > 3:
                 first = result.first_divergence
+                if not holder:  # in none of the layers: the first that is off is what can be named
+                    holder = next(row.name for row in result.rows if (row.excess or 0.0) > 1)
                 said = "" if first is not None and first.name == holder else f"{name} {fault} {dtype} at {at}: {first}"
                 tally.fault("over three floors, layers alone", said)
 
