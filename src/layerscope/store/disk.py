@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -364,18 +365,22 @@ class Disk(Source):
         return _as_tensor(flat, place.dtype, (last - first, *place.shape[1:]))[:: rows.step]
 
     def pieces(self, at: int, items: int) -> Iterator[torch.Tensor]:
-        """Read stretch by stretch, not through a mapping, whose pages would count as this process's to the last one."""
+        """Read stretch by stretch, into memory that is used again as soon as nobody holds a piece in it.
+
+        Not through a mapping, whose pages would count as this process's until the last one is read.
+        """
         import torch
 
         place = self._placed(at)
         size, check = items * stored(place.dtype).itemsize, 0
+        buffers = _Buffers(min(size, place.length))
         with self._filling(at, place) as fill:
             for start in range(0, place.length, size):
-                flat = torch.empty(min(size, place.length - start), dtype=torch.uint8)
-                fill(flat.numpy(), start)
-                check = crc32c(flat.numpy(), check)
-                piece = _as_tensor(flat, place.dtype, (len(flat) // stored(place.dtype).itemsize,))
-                del flat  # the memory is the next one's as soon as nobody holds the piece
+                data = buffers.free()[: place.length - start]
+                fill(data, start)
+                check = crc32c(data, check)
+                piece = _as_tensor(torch.from_numpy(data), place.dtype, (data.size // stored(place.dtype).itemsize,))
+                del data
                 yield piece
                 del piece
         if check != place.crc32c:
@@ -547,6 +552,25 @@ def _moment(table: Sealed | Unsealed, row: int) -> Moment:
 def _is_unicode(path: str) -> bool:
     """Tell whether torch takes a path: in a C locale Python's has bytes in it that are no text."""
     return not any("\ud800" <= letter <= "\udfff" for letter in path)
+
+
+class _Buffers:
+    """Buffers of one size, given out again when the last array or tensor over one of them is gone."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._all: list[Bytes] = [np.empty(size, np.uint8)]
+        self._unused = self._references(0)
+
+    def free(self) -> Bytes:
+        for number in range(len(self._all)):
+            if self._references(number) == self._unused:
+                return self._all[number]
+        self._all.append(np.empty(self._size, np.uint8))
+        return self._all[-1]
+
+    def _references(self, number: int) -> int:
+        return sys.getrefcount(self._all[number])
 
 
 def _as_tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
