@@ -96,7 +96,7 @@ def _report(run: Run, name: str, patterns: Sequence[str], given: Given, *, adjac
         if adjacent and run.points:
             points = selected(run, patterns)
             rows, _ = rows_at(run, points, at(run, points, given)[1], progress)
-            extra = [*adjacent_parts(run, rows, layers_only=not patterns, progress=progress)]
+            extra = [*adjacent_parts(rows, layers_only=not patterns, progress=progress)]
         return page(run, name, patterns=patterns, given=given, extra=extra, progress=progress)
 
 
@@ -119,7 +119,7 @@ def document(
         parts += broken_parts(rows)
         parts += point_tables(rows)
         if adjacent:
-            parts += adjacent_parts(run, rows, layers_only=not patterns, progress=progress)
+            parts += adjacent_parts(rows, layers_only=not patterns, progress=progress)
     damaged = _all_damaged(run, unread)
     return Document(name, (*completeness_parts(run, name, damaged=damaged), run_facts(run), *parts)), damaged
 
@@ -168,7 +168,7 @@ def _which(run: Run, points: Sequence[Point], moment: Moment, given: Given, rows
         yield f"ranks {spans(ranks)} added up (--rank N shows one)"
 
 
-def adjacent_parts(run: Run, rows: Sequence[PointRow], *, layers_only: bool, progress: Progress) -> Iterator[Part]:
+def adjacent_parts(rows: Sequence[PointRow], *, layers_only: bool, progress: Progress) -> Iterator[Part]:
     """Build the tables of changes from each layer to the next, one for each chain of layers."""
     entries = [row.entries[0] for row in rows if row.point.side == "output" or not layers_only]
     found = chains(entries, layers_only=layers_only)
@@ -188,7 +188,7 @@ def adjacent_parts(run: Run, rows: Sequence[PointRow], *, layers_only: bool, pro
         )
     if any(len(row.entries) > 1 for row in rows):
         yield Sentence("of the first rank alone; --rank N shows another", "quiet")
-    measured = [(chain, list(changes(run, chain, told))) for chain in found]
+    measured = [(chain, list(changes(chain, told))) for chain in found]
     if any(c.basis == "summaries" for _, several in measured for c in several):
         yield Sentence(
             "where tensors were not kept, the change is at least what the summaries show, marked with >=; "

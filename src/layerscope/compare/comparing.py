@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from layerscope.checks import Numbers
 from layerscope.compare.align.pairing import PairingRule, parse_rules
 from layerscope.compare.module_checks import Checker
 from layerscope.compare.noise_floor import CLASSES, LEAST, LIMIT, Noise, Scale, coarser, rounding
@@ -40,6 +41,7 @@ Runs: TypeAlias = "Address | Run | Sequence[Address | Run]"
 _FINER = 0.3
 _FAR = 30.0
 _EVEN = 5.0  # times the whole error, that a column's may be by rounding
+_SEVERAL, _ALIKE = 3, 1.2  # places that an arithmetic rounds by as much
 _FACTOR = 0.3  # of an error: rounding is no factor
 _TINY = 1 << 16  # bytes up to which handing a pair to a thread costs more than measuring it
 _LARGE = 32 << 20  # bytes from which a pair is worth all threads by itself
@@ -243,28 +245,40 @@ def _judged(
     )
 
 
+def _own(rows: Sequence[Row]) -> list[Numbers]:
+    """Return the numbers of what stands out though what it was given agrees.
+
+    What an arithmetic's error becomes where it has come in from before need not look like one.
+    """
+    off = {(row.point.name, row.moment) for row in rows if row.parted and row.point.side == "input"}
+    roots = (row for row in rows if row.kind == "root" and row.numbers is not None)
+    return [row.numbers for row in roots if row.numbers is not None and (row.point.name, row.moment) not in off]
+
+
 def _even(rows: Sequence[Row]) -> bool:
     """Tell whether what stands out is off evenly, no factor, row or column of it: an arithmetic rather than a fault."""
-    roots = [row.numbers for row in rows if row.kind == "root" and row.numbers is not None]
-    return bool(roots) and all(
+    own = _own(rows)
+    return bool(own) and all(
         n.factor <= _FACTOR * n.relative_l2
         and not n.column > _EVEN * n.relative_l2
         and not (n.rows >= _EVEN and n.p90 > 2 * n.median)
-        for n in roots
+        for n in own
     )
 
 
 def _as_coarse(rows: Sequence[Row], arithmetic: str) -> bool:
     """Tell whether what stands out, and most of what follows, is off by as much as a class of arithmetic rounds.
 
-    A fault is diluted by what it is added to; an arithmetic is everywhere. An estimate is too wide to tell float16.
+    A fault is diluted by what it is added to; an arithmetic is everywhere, or the same in several places that do not
+    depend on each other. An estimate is too wide to tell float16.
     """
     least = LEAST[arithmetic] / 4
-    roots = [row.numbers.relative_l2 for row in rows if row.kind == "root" and row.numbers is not None]
+    roots = [numbers.relative_l2 for numbers in _own(rows)]
     errors = sorted(row.numbers.relative_l2 for row in rows if row.numbers is not None and row.kind != "same")
     if arithmetic == "float16" and any(row.floor is not None and row.floor.source == "estimate" for row in rows):
         return False
-    return all(least <= error <= 32 * least for error in roots) and errors[len(errors) // 2] >= least
+    everywhere = errors[len(errors) // 2] >= least or (len(roots) >= _SEVERAL and max(roots) <= _ALIKE * min(roots))
+    return everywhere and all(least <= error <= 32 * least for error in roots)
 
 
 def _finer_in_part(rows: Sequence[Row]) -> bool:

@@ -1,7 +1,7 @@
 """The change from each layer to the next.
 
     for chain in chains(entries):
-        changes(run, chain, tell)
+        changes(chain, tell)
 
 A chain is a row of numbered modules whose values have one shape, with what feeds the first of them in front:
 `model.embed_tokens`, `model.layers.0`, `model.layers.1` ... Each change is that of an element at its own place.
@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from layerscope.errors import LayerscopeError
 
 if TYPE_CHECKING:
-    import torch
-
-    from layerscope.store import Entry, Run
-
-__all__ = ["Change", "chains", "change_between", "changes"]
-
-BLOCK = 1 << 20  # elements in float64 at a time
+    from layerscope.store import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,61 +64,22 @@ def chains(entries: Sequence[Entry], *, layers_only: bool) -> list[list[Entry]]:
     return [[*_fed_by(piece[0], entries), *piece] for piece in found]
 
 
-def changes(run: Run, chain: Sequence[Entry], progress: Callable[[str], None]) -> Iterator[Change]:
-    """Yield the change over each link of a chain, reading each tensor once."""
-    before: torch.Tensor | LayerscopeError | None = None
+def changes(chain: Sequence[Entry], progress: Callable[[str], None]) -> Iterator[Change]:
+    """Yield the change over each link of a chain, measured as a comparison would."""
+    from layerscope.compare.measure import measure
+
     for a, b in pairwise(chain):
         progress(b.point.place)
         if a.dtype is None or b.dtype is None:
-            before = None
             yield _from_summaries(a, b)
             continue
-        if before is None:
-            before = _read(run, a)
-        after = _read(run, b)
-        broken = next((t for t in (before, after) if isinstance(t, LayerscopeError)), None)
-        if broken is not None or isinstance(before, LayerscopeError) or isinstance(after, LayerscopeError):
-            yield Change(a, b, "nothing", because=str(broken))
-        else:
-            yield change_between(before, after, a, b)
-        before = after
-
-
-def change_between(x: torch.Tensor, y: torch.Tensor, before: Entry, after: Entry) -> Change:
-    """Measure `y - x` block by block in float64."""
-    import torch
-
-    x, y = x.reshape(-1), y.reshape(-1)
-    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
-    largest, total, squares, dot, norm_x, norm_y, n = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0
-    for start in range(0, x.numel(), BLOCK):
         try:
-            a, b = (t[start : start + BLOCK].to(wide) for t in (x, y))
-        except (RuntimeError, NotImplementedError, TypeError):
-            return Change(before, after, "nothing", because=f"{x.dtype} cannot be read as numbers")
-        both = a.isfinite() & b.isfinite()
-        if not both.all():
-            a, b = a[both], b[both]
-        if not a.numel():
-            continue
-        d = (b - a).abs()
-        largest = max(largest, d.max().item())
-        total += d.sum().item()
-        squares += (d * d).sum().item()
-        dot += torch.vdot(a, b).real.item()
-        norm_x += torch.vdot(a, a).real.item()
-        norm_y += torch.vdot(b, b).real.item()
-        n += a.numel()
-    return Change(
-        before,
-        after,
-        "tensors",
-        max_abs=largest if n else math.nan,
-        mean_abs=total / n if n else math.nan,
-        relative_l2=_share(math.sqrt(squares), math.sqrt(norm_x)) if n else math.nan,
-        cosine=dot / math.sqrt(norm_x) / math.sqrt(norm_y) if norm_x and norm_y else math.nan,
-        nonfinite=x.numel() - n,
-    )
+            m = measure(a, b)
+        except LayerscopeError as error:  # one bad record does not hide the others
+            yield Change(a, b, "nothing", because=str(error))
+        else:
+            broken = m.nonfinite.either
+            yield Change(a, b, "tensors", m.max_abs, m.mean_abs, m.relative_l2, m.cosine, broken)
 
 
 def _from_summaries(before: Entry, after: Entry) -> Change:
@@ -146,16 +101,6 @@ def _from_summaries(before: Entry, after: Entry) -> Change:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else (math.inf if part else 0.0)
-
-
-def _read(run: Run, entry: Entry) -> torch.Tensor | LayerscopeError:
-    when = entry.moment
-    try:
-        return run.tensor(
-            str(entry.point), epoch=when.epoch, step=when.step, batch=when.batch, call=when.call, rank=when.rank
-        )
-    except LayerscopeError as error:  # one bad record does not hide the others
-        return error
 
 
 # Which points are neighbours --------------------------------------------------------------------

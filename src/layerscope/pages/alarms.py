@@ -14,8 +14,6 @@ from typing import Any
 from layerscope.report.json import strict
 from layerscope.store import Run
 
-__all__ = ["FILE", "keep", "kept"]
-
 FILE = "alarms.jsonl"
 LARGEST = 4 << 20  # bytes that are read; a rule says each place once, so this is a great many
 

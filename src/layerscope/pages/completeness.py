@@ -12,8 +12,6 @@ from layerscope.report.writing import many
 if TYPE_CHECKING:
     from layerscope.store import Damage, Run
 
-__all__ = ["completeness_parts", "damage_of", "damage_parts", "damage_text", "run_facts"]
-
 MOST = 10
 
 # What a state means to whoever reads the run; `complete` says the rest itself.

@@ -44,8 +44,6 @@ from layerscope.report.parts import (
 from layerscope.report.writing import many
 from layerscope.store import Damage, Entry, Run, selected
 
-__all__ = ["page", "pictures", "summary"]
-
 DETAILED = 300  # points with a histogram; more would make a file that no mail takes
 READ = 256 << 20  # bytes of tensors that are read for the statistics of a page, where none were kept
 OCTAVES = 16

@@ -14,8 +14,6 @@ from layerscope.points import Moment, Point
 if TYPE_CHECKING:
     from layerscope.store import Entry, Run
 
-__all__ = ["Given", "at", "by_depth", "spans"]
-
 Given = Mapping[str, int | None]  # epoch, step, batch, call, rank: as far as the caller said
 
 

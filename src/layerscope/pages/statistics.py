@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from layerscope.stats import Summary
     from layerscope.store import Damage, Entry, Run
 
-__all__ = ["PointRow", "PointRows", "broken_parts", "name_cell", "point_tables", "rows_at", "shape_text", "summary_of"]
-
 TIMES = "\u00d7"
 # What is drawn, over depth and over steps, and whether by powers of ten; None where it was not kept.
 STATISTICS: dict[str, tuple[Callable[[Summary], float | None], bool]] = {

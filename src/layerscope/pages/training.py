@@ -35,8 +35,6 @@ from layerscope.store import Entry, Run
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["alarm_parts", "training"]
-
 _T = TypeVar("_T")
 
 RECORDS = 5_000  # of which the statistics are read: about a second of a page

@@ -46,8 +46,6 @@ from layerscope.report.parts import (
 from layerscope.report.svg import figure, quoted
 from layerscope.report.writing import printable, shares, write
 
-__all__ = ["SUFFIX", "fragment", "policy", "render", "save"]
-
 SUFFIX = ".html"
 STATIC = 300  # rows of a table that stand in the page; a longer one has its rows in the data, and a window on them
 LONG = 42  # characters of a text that may be broken over lines

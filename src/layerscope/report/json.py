@@ -28,8 +28,6 @@ from layerscope.report.parts import (
     Value,
 )
 
-__all__ = ["JSON", "SUFFIX", "render", "strict"]
-
 SUFFIX = ".json"
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 

@@ -32,8 +32,6 @@ from layerscope.report.parts import (
 )
 from layerscope.report.writing import bar, landmarks, number, printable, shares, spark, write
 
-__all__ = ["SUFFIX", "render"]
-
 SUFFIX = ".md"
 BAR_WIDTH = 12
 SPARK_WIDTH = 60

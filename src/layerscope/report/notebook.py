@@ -18,8 +18,6 @@ from typing import Any
 from layerscope.progress import Progress, no_progress
 from layerscope.report.writing import printable
 
-__all__ = ["bar", "draws"]
-
 PATIENCE = 0.5  # seconds without a bar: work that is over by then needs none
 EVERY = 0.1  # seconds between two messages to the browser
 

@@ -13,35 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-__all__ = [
-    "Audience",
-    "Cell",
-    "Choice",
-    "Column",
-    "Curves",
-    "Data",
-    "Document",
-    "Event",
-    "Fact",
-    "Facts",
-    "Fold",
-    "Heading",
-    "HeatMap",
-    "Histograms",
-    "Kind",
-    "Line",
-    "Notes",
-    "Part",
-    "Picture",
-    "Profile",
-    "Sentence",
-    "Table",
-    "Timeline",
-    "Tone",
-    "Value",
-    "renamed",
-]
-
 Audience = Literal["all", "page", "data"]  # "page" is for eyes only, "data" for machines only
 Tone = Literal["plain", "good", "warn", "bad", "quiet"]
 Kind = Literal["text", "name", "count", "number", "percent", "bytes", "bar"]

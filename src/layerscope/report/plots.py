@@ -13,8 +13,6 @@ from layerscope.errors import MissingExtra
 from layerscope.report.notebook import draws
 from layerscope.report.parts import Curves, HeatMap, Histograms, Picture, Timeline
 
-__all__ = ["figure"]
-
 # As page.css has them, readable by the colour-blind; dashes tell them apart without colour.
 COLOURS = ("#0065a8", "#c14a00", "#00805c", "#a3457e", "#946c00", "#2a8fc7", "#5b4bb5", "#3d4752")
 DASHES = ("-", "--", ":", "-.", (0, (4, 2)), (0, (8, 3)), (0, (2, 2, 6, 2)), (0, (1, 2)))

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from rich.segment import Segments
     from rich.text import Text
 
-__all__ = ["SUFFIX", "UNLIMITED", "draw", "render"]
-
 SUFFIX = ".txt"
 UNLIMITED = 10_000  # the width of a page that is not a terminal: nothing is shortened there
 BAR_WIDTH = 14

@@ -13,23 +13,6 @@ from itertools import pairwise
 
 from layerscope.report.parts import Kind, Profile, Value
 
-__all__ = [
-    "aligned",
-    "bar",
-    "count",
-    "landmarks",
-    "many",
-    "middle",
-    "number",
-    "percent",
-    "printable",
-    "shares",
-    "size",
-    "some",
-    "spark",
-    "write",
-]
-
 NOTHING = "-"
 DIGITS = 4
 

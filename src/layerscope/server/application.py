@@ -27,8 +27,6 @@ from layerscope.server.guard import Guard
 from layerscope.server.pages import Pages
 from layerscope.server.runs import Runs, state_of
 
-__all__ = ["application"]
-
 EVERY = 0.5  # seconds between two looks at what may have changed
 ALIVE = 15.0  # seconds after which a silent stream says that it is there
 LARGEST = 1 << 16  # bytes of what may be posted

@@ -26,8 +26,6 @@ from layerscope.report.writing import printable
 from layerscope.server.runs import state_of
 from layerscope.store import cache_folder
 
-__all__ = ["Comparisons"]
-
 DONE = "done"
 KEPT = 24  # comparisons whose pages are remembered
 

@@ -15,8 +15,6 @@ from urllib.parse import parse_qs
 
 from layerscope.report.html import policy
 
-__all__ = ["Guard"]
-
 HEADERS = {
     "content-security-policy": f"{policy(live=True)}; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",

@@ -17,8 +17,6 @@ from layerscope.errors import NotARun, Unsupported
 from layerscope.server.application import application
 from layerscope.server.runs import Runs
 
-__all__ = ["LiveServer", "serve"]
-
 HOST = "127.0.0.1"
 
 

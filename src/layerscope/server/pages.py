@@ -22,8 +22,6 @@ from layerscope.server.runs import Found, Runs, state_of
 from layerscope.store import open_run
 from layerscope.store.rank_lock import being_written
 
-__all__ = ["Pages"]
-
 KEPT = 12  # pages that are remembered, of a few megabytes each at most
 
 

@@ -21,8 +21,6 @@ from layerscope.store import Manifest
 from layerscope.store.manifest import NAME
 from layerscope.store.rank_lock import being_written
 
-__all__ = ["Found", "Runs", "state_of"]
-
 DEEP = 6  # folders below the one that is served
 MOST = 20_000  # folders that are looked into
 LARGEST = 256 << 20  # bytes of a manifest

@@ -25,6 +25,7 @@ from layerscope.checks.check import Check, check_of
 from layerscope.errors import LayerscopeError, Unsupported
 from layerscope.points import Moment, Point
 from layerscope.progress import Progress, no_progress
+from layerscope.runtimes import opened as read_model
 from layerscope.runtimes.eager import modules_of, watch, weights
 from layerscope.runtimes.sink import Step
 from layerscope.runtimes.snapshot import restored
@@ -45,7 +46,7 @@ _CHOICES = 64  # the widest last axis of choices
 
 
 def measure_floors(
-    model: nn.Module,
+    model: Any,
     inputs: Any,
     run: Run | str | os.PathLike[str],
     *,
@@ -54,16 +55,23 @@ def measure_floors(
 ) -> Floors:
     """Measure the floors of a finished run and add them to it; `inputs` are those of its first step.
 
+    TorchScript, exported programs and ONNX files, or the path of one, have floors of their own arithmetic alone: their
+    weights and inputs are moved, for nothing else in a closed graph can be.
+
     `inputs` is a dict (kwargs), a tuple (args) or one tensor. `weights=False` leaves out check rows and kept
     parameters. Raises Unsupported, with the reason, where no twin of the model can stand for it.
     """
-    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
-        raise Unsupported(f"floors are measured on twins of a torch.nn.Module, and this is a {type(model).__name__}.")
     opened = run if isinstance(run, Run) else open_run(run)
-    begun = Begun(model)
     args = (inputs,) if isinstance(inputs, torch.Tensor) else inputs if isinstance(inputs, (tuple, list)) else ()
-    begun.take(tuple(args), dict(inputs) if isinstance(inputs, Mapping) else {})
-    floors = measure(begun, opened, weights=weights, progress=progress)
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        from layerscope.twins.copies import measure_copies
+
+        floors = measure_copies(read_model(model), tuple(args), kwargs, opened, progress)
+    else:
+        begun = Begun(model)
+        begun.take(tuple(args), kwargs)
+        floors = measure(begun, opened, weights=weights, progress=progress)
     if not floors.points:
         raise Unsupported(f"the floors of {opened.address} were not measured: {'; '.join(floors.left_out)}.")
     keep(opened, floors)
@@ -90,10 +98,10 @@ def measure(begun: Begun, opened: Run, *, weights: bool = True, progress: Progre
         return Floors(left_out=(why,), started=started)
     assert moment is not None
     with torch.random.fork_rng(enabled=False), restored(begun.model):
-        return _Measuring(begun, opened, moment, weights=weights, progress=progress or no_progress).floors()
+        return Measuring(begun, opened, moment, weights=weights, progress=progress or no_progress).floors()
 
 
-class _Measuring:
+class Measuring:
     """What is known while the twins of one model run."""
 
     def __init__(self, begun: Begun, opened: Run, moment: Moment, *, weights: bool, progress: Progress) -> None:
@@ -128,7 +136,7 @@ class _Measuring:
         twins = twins_of(arithmetic)
         total = len(twins) + 1
         self.progress("replaying the first step", 0, total)
-        replay = _Replay(self, follow=True)
+        replay = Replay(self, follow=True)
         replay.run(Twin("replay", arithmetic))
         off = sorted(n.relative_l2 for n in replay.numbers.values() if not math.isnan(n.relative_l2))
         near = max(_NEARLY, 4 * EPSILON[arithmetic])
@@ -143,7 +151,7 @@ class _Measuring:
         for done, twin in enumerate(twins, 1):
             self.progress(f"twin in {twin.arithmetic}: {twin.name}", done, total)
             why = self._no_room(twin)
-            found = _Replay(self, checks=replay.checks if twin.dtype is not None else {})
+            found = Replay(self, checks=replay.checks if twin.dtype is not None else {})
             if not why:
                 why = found.run(twin)
             if why:
@@ -207,12 +215,12 @@ class _Measuring:
 
     def _drop_outlying(self, numbers: dict[str, dict[str, dict[str, Numbers]]]) -> None:
         for name, twins in numbers.items():
-            typical = {twin: _typical(of.values()) for twin, of in twins.items()}
+            usual = {twin: typical(of.values()) for twin, of in twins.items()}
             for twin in [*twins]:
-                peers = [value for other, value in typical.items() if other != twin and value > 0]
-                if len(peers) >= 2 and typical[twin] > _OUTLYING * statistics.median(peers):
+                peers = [value for other, value in usual.items() if other != twin and value > 0]
+                if len(peers) >= 2 and usual[twin] > _OUTLYING * statistics.median(peers):
                     self.left_out.append(
-                        f"the twin {twin} of {name}: {typical[twin] / statistics.median(peers):.0f} times off its peers"
+                        f"the twin {twin} of {name}: {usual[twin] / statistics.median(peers):.0f} times off its peers"
                     )
                     del twins[twin]
 
@@ -250,10 +258,10 @@ class _Measuring:
         return found
 
 
-class _Replay:
+class Replay:
     """A sink that holds each value against the recorded one, and lets it go."""
 
-    def __init__(self, about: _Measuring, *, follow: bool = False, checks: Mapping[str, Check] | None = None) -> None:
+    def __init__(self, about: Measuring, *, follow: bool = False, checks: Mapping[str, Check] | None = None) -> None:
         self.about, self.follow = about, follow
         self.numbers: dict[str, Numbers] = {}
         self.checks: dict[str, Check] = dict(checks or {})
@@ -386,6 +394,7 @@ class _Replay:
             self.residuals[point.name] = max(found, self.residuals.get(point.name, 0.0))
 
 
-def _typical(numbers: Iterable[Numbers]) -> float:
+def typical(numbers: Iterable[Numbers]) -> float:
+    """Return the median error over the points that are off at all."""
     errors = [n.relative_l2 for n in numbers if n.relative_l2 > 0]
     return statistics.median(errors) if errors else 0.0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import logging
 import threading
 from contextlib import suppress
 
@@ -40,17 +38,7 @@ def outputs(sink):
     return [(str(p), m, t) for m, p, t in sink.records if p.side == "output"]
 
 
-def assert_alike(sink, other):
-    """The same points at the same moments with the same bits, and the same account of the rest."""
-    found, expected = outputs(sink), outputs(other)
-    assert [each[:2] for each in found] == [each[:2] for each in expected]
-    for (_, _, a), (_, _, b) in zip(found, expected, strict=True):
-        assert_same_bits(a, b)
-    assert (sink.begun, sink.forwards, sink.repeats) == (other.begun, other.forwards, other.repeats)
-    assert sink.empties == [each for each in other.empties if each[0].side == "output"]
-
-
-# Which modules have one -------------------------------------------------------------------------
+# Which modules have hooks -----------------------------------------------------------------------
 
 
 def nested():
@@ -97,26 +85,7 @@ def test_a_wrapper_without_a_name_is_the_root_and_what_it_wraps_is_a_part():
         assert (own_hooks(model), own_hooks(inner)) == (2, 2)
 
 
-def test_two_recordings_have_the_hooks_that_each_of_them_needs():
-    model = nested()
-    with eager.watch(model, {"2": ONE}, Seen()), eager.watch(model, {"2": TWO}, Seen()):
-        assert own_hooks(model[2]) == 4
-    assert_no_hooks_left(model)
-
-
-# What is seen is the same -----------------------------------------------------------------------
-
-
-def test_three_calls_are_three_numbers_and_what_torchs_own_hook_sees():
-    model, (x,) = zoo.called_thrice()
-    taken = []
-    handle = model.layer.register_forward_hook(lambda module, args, out: taken.append(out.clone()))
-    model(x)
-    handle.remove()
-    sink = seen(model, {"layer": ONE}, lambda m: [m(x), m(x)])
-    assert [(m.step, m.call) for m, _, _ in sink.records] == [(step, call) for step in (0, 1) for call in (0, 1, 2)]
-    for (_, _, found), expected in zip(sink.records, taken + taken, strict=True):
-        assert_same_bits(found, expected)
+# Calls ------------------------------------------------------------------------------------------
 
 
 def test_calls_from_different_depths_are_counted_alike():
@@ -237,21 +206,6 @@ def test_threads_that_call_a_part_on_its_own_have_each_their_steps():
 # Copies and tracers -----------------------------------------------------------------------------
 
 
-def test_deep_copies_and_pickles_are_silent_and_work():
-    model, x, file = nested(), torch.ones(1, 2), io.BytesIO()
-    sink = Seen()
-    with eager.watch(model, {"0.0": ONE, "2": ONE}, sink):
-        twin = copy.deepcopy(model)
-        torch.save(model, file)
-        during = twin(x)
-        twin[2](x)
-    assert b"layerscope" not in file.getvalue()
-    file.seek(0)
-    for out in (during, twin(x), torch.load(file, weights_only=False)(x)):
-        assert_same_bits(out, model(x))
-    assert (sink.records, sink.begun) == ([], 0)
-
-
 def test_a_shallow_copy_shares_the_hook_which_stays_silent_in_it():
     def forward(m, x):
         return copy.copy(m.part)(m.part(x))
@@ -265,8 +219,7 @@ def test_a_shallow_copy_shares_the_hook_which_stays_silent_in_it():
         copy.copy(model)(x)
 
     sink = seen(model, {"part": ONE}, run)
-    expected = seen(model, {"part": TWO}, run)
-    assert_alike(sink, expected)
+    assert [str(p) for _, p, _ in sink.records] == ["part:output"] * 2  # a copy of the model calls the part itself
     assert_same_bits(sink.records[0][2], model.part(x))
 
 
@@ -284,83 +237,30 @@ def test_a_part_that_is_traced_in_the_middle_of_a_forward_is_no_call(traced):
     ]  # fmt: skip
 
 
-def both(make, wanted, run):
-    """What is told of outputs alone, and of inputs and outputs."""
-    return [seen(make(), dict.fromkeys(wanted, sides), run) for sides in (ONE, TWO)]
-
-
-def test_a_part_that_calls_itself_on_its_own_is_one_step():
-    part, (x,) = zoo.recursive()
-    one, two = both(lambda: zoo.Holder(lambda m, x: m.part(x), part=part), ["part"], lambda m: m.part(x))
-    assert_alike(one, two)
-
-
-def test_another_threads_call_is_seen_when_the_module_calls_itself_meanwhile():
-    main = threading.get_ident()
-
-    def run(model):
-        here, go_on = threading.Event(), threading.Event()
-
-        def forward(m, x):
-            if threading.get_ident() != main:
-                here.set()
-                assert go_on.wait(10)
-                return x + 5
-            return m(x[1:]) if len(x) > 1 else x + 0
-
-        model.part._forward = forward
-        thread = threading.Thread(target=model, args=(torch.zeros(1),))
-        thread.start()
-        assert here.wait(10)
-        model(torch.zeros(2))
-        go_on.set()
-        thread.join()
-
-    one, two = both(lambda: zoo.Holder(lambda m, x: m.part(x), part=zoo.Holder(None)), ["part"], run)
-    assert_alike(one, two)
-
-
-def test_a_module_that_called_itself_is_not_said_to_have_been_without_hooks(caplog):
-    part, (x,) = zoo.recursive()
-    model = zoo.Holder(lambda m, x: m.part(x), part=part)
-    with eager.watch(model, {"part": ONE}, Seen()), caplog.at_level(logging.WARNING, "layerscope"):
-        model(x)
-        model.part(x[:1])
-    assert caplog.records == []
-
-
-def test_a_users_hook_that_came_later_comes_later_after_the_module_called_itself():
-    part, (x,) = zoo.recursive()
-    model, sink = zoo.Holder(lambda m, x: m.part(x), part=part), Seen()
-    with eager.watch(model, {"part": ONE}, sink):
-        part.register_forward_hook(lambda module, args, out: torch.full_like(out, 1e6))
-        model(x)
-        model(x[:1])
-    assert sink.records[-1][2].abs().max() < 1e3
-
-
-def test_a_repeated_call_that_checkpointing_breaks_off_counts_alike():
-    def forward(m, x):
-        return checkpoint(m.layer, x, use_reentrant=False)
-
-    layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    x = torch.randn(2, 3, requires_grad=True)
-    names = ["layer.0", "layer.1"]
-    one, two = both(lambda: zoo.Holder(forward, layer=layer), names, lambda m: m(x).sum().backward())
-    assert_alike(one, two)
-
-
 def test_a_part_that_calls_itself_while_nothing_is_due_is_one_step_each_time():
     def forward(m, x, depth=0):
         return m(x, depth + 1) * 2 if depth < 2 else x
 
-    found = []
-    for sides in (":output", ":input"):
-        model = zoo.Holder(lambda m, x: m.a(x), a=zoo.Holder(forward))
-        with ls.record(model, ["a:output", f"a{sides}"], when="every(3)") as rec:
-            for _ in range(7):
-                model.a(torch.ones(1))
-        outputs = [r for r in rec.run.records() if r.point.side == "output"]
-        found.append((rec.completeness.forwards, [(r.moment.step, r.moment.call) for r in outputs]))
-    assert found[0] == found[1]
-    assert found[0][0] == 7
+    model = zoo.Holder(lambda m, x: m.a(x), a=zoo.Holder(forward))
+    with ls.record(model, "a", when="every(3)") as rec:
+        for _ in range(7):
+            model.a(torch.ones(1))
+    assert rec.completeness.forwards == 7
+    due = [(record.moment.step, record.moment.call) for record in rec.run.records()]
+    assert due == [(step, call) for step in (0, 3, 6) for call in (2, 1, 0)]
+
+
+def test_a_call_that_another_hook_ends_before_ours_is_no_end_of_the_one_around_it():
+    def refuses(module, args):
+        raise ValueError
+
+    def forward(m, x):
+        with suppress(ValueError):
+            m.part(x)
+        return m.last(x)
+
+    model = zoo.Holder(forward, part=nn.Identity(), last=nn.Identity())
+    handle = model.part.register_forward_pre_hook(refuses)
+    sink = seen(model, {"part": TWO, "last": ONE, "": ONE}, lambda m: [m(torch.ones(1)), handle.remove()])
+    assert [(str(p), m.step) for m, p, _ in sink.records] == [("last:output", 0), (".:output", 0)]
+    assert (sink.forwards, sink.empties) == ([False], [])
