@@ -164,6 +164,15 @@ def artefacts(name, options, tally):
             result = ls.compare(reference, run)
             if not where:
                 tally.healthy(f"{name} {what}", result)
+                if run.floors.points:  # the program as the reference, by its own floors
+                    for attention in ("eager", "sdpa"):
+                        other = families.family(name, attention=attention)
+                        result = ls.compare(run, judged.recorded(other, given, taps=options.taps))
+                        tally.healthy(f"{name} {attention} by the floors of {what}", result)
+                    first = ls.compare(run, judged.recorded(faulty(name, [at]), given, taps=options.taps))
+                    first = first.first_divergence
+                    said = "" if first is not None and first.name == at else f"{name} {what} floors at {at}: {first}"
+                    tally.fault(f"x 1.1 by the floors of {what}", said)
                 continue
             first = result.first_divergence
             said = "" if first is not None and first.name == at else f"{name} {what} at {at}: {first}, {result.verdict}"
@@ -182,7 +191,7 @@ def made(what, model, given, taps):
         if what == "onnx":
             torch.onnx.export(program, f=f"{folder}/model.onnx", verbose=False)
             program = f"{folder}/model.onnx"
-        with ls.record(program, taps, keep="tensor") as rec:
+        with ls.record(program, taps, keep="tensor", floors=True) as rec:
             rec.model(**given)
         return rec.run
 

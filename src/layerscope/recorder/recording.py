@@ -38,7 +38,7 @@ from layerscope.stats import Summary
 from layerscope.store import Completeness, MemoryRun, Missing, Run, Writer, open_run
 from layerscope.store.address import LocalFolder, folder
 from layerscope.store.floors import Floors, write_floors
-from layerscope.twins import Begun, beginning, measure
+from layerscope.twins import Begun, beginning, measure, measure_copies
 
 _SILENT_BLOCK = (
     "it was not called (the recording's `model` is what to call), or it was called through torch.compile, "
@@ -185,6 +185,9 @@ class Recording:
             self.model = self._stack.enter_context(watch)
             if self._asks_floors:
                 self._first = self._stack.enter_context(beginning(self._watched))
+                if self._first is None and not isinstance(self.model, torch.nn.Module):
+                    self._first = Begun(torch.nn.Module())
+                    self.model = self._first.calling(self.model)
         except BaseException:
             self._finish(state="interrupted")
             raise
@@ -328,11 +331,14 @@ class Recording:
         assert destination is not None
         try:
             if self._first is None:
-                floors = Floors(left_out=(f"{self._runtime.NAME} runs no twins; its eager source does",))
+                way = "ls.measure_floors(model, inputs, run) measures those of its own arithmetic"
+                floors = Floors(left_out=(f"{self._runtime.NAME} is not asked what it was given; {way}",))
+            elif isinstance(self._watched, torch.nn.Module):
+                weights = self._asks_floors is True
+                floors = measure(self._first, self.run, weights=weights, progress=self._options.progress)
             else:
-                floors = measure(
-                    self._first, self.run, weights=self._asks_floors is True, progress=self._options.progress
-                )
+                given = self._first.args, self._first.kwargs
+                floors = measure_copies(self._watched, *given, self.run, self._options.progress)
             if self.to is None:
                 self._floors = floors
             else:

@@ -9,7 +9,7 @@ begun.args, begun.kwargs, begun.buffers
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -47,6 +47,16 @@ class Begun:
             yield
         finally:
             handle.remove()
+
+    def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is to be called in place of a program that has no hooks."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self.random is None:
+                self.take(args, kwargs)
+            return call(*args, **kwargs)
+
+        return called
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.random is None and module is self.model and not torch.compiler.is_compiling():

@@ -80,3 +80,14 @@ def test_a_file_is_read_by_its_path(tmp_path):
     with ls.record(tmp_path / "script.jit", "**", keep="tensor") as rec:
         rec.model(*args)
     assert len(ls.measure_floors(tmp_path / "script.jit", args, rec.run))
+
+
+def test_a_recording_measures_what_its_own_call_was_given(program, tmp_path):
+    with torch.no_grad(), ls.record(program, "**", to=tmp_path / "run", floors=True) as rec:
+        rec.model(X)
+        rec.model(X + 1)
+    run = ls.open_run(tmp_path / "run")
+    if rec.model is program:  # TorchScript has no place to look from
+        assert "ls.measure_floors(model, inputs, run)" in run.manifest.settings["floors"][0]
+    else:
+        assert {row["class"] for row in run.floors} == {"float32"}
