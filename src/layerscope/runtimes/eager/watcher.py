@@ -32,7 +32,7 @@ from layerscope.runtimes.eager.calls import Calls, Flow, Local, RunningCall
 from layerscope.runtimes.eager.gradient_hooks import Regions, follow_inputs, follow_outputs, sources
 from layerscope.runtimes.eager.hooks import After, Before, Hook, HookedModule
 from layerscope.runtimes.eager.shared_arguments import Aside
-from layerscope.runtimes.sink import Sink, Step
+from layerscope.runtimes.sink import RuntimeSink, Step
 
 if TYPE_CHECKING:
     from layerscope.runtimes.eager.modules import ModuleTree
@@ -50,7 +50,7 @@ _IDLE_WITH_REGIONS = 64
 class Watcher:
     """What all hooks of one `watch` share."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: RuntimeSink) -> None:
         self.sink = sink
         self.live = True
         self.tree: ModuleTree | None = None  # once the hooks are on
