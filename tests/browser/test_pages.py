@@ -88,6 +88,22 @@ def test_no_page_is_wider_than_the_window(look, pages, kind):
         page = look(pages / f"{kind}.html", width=width)
         unfold(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page = look(pages / f"{kind}.html", width=718)  # A4 with the margins of a browser
+    page.emulate_media(media="print")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 718
+
+
+LABELS = """() => [...document.querySelectorAll('.xaxis:not(.slant)')].flatMap((axis) => {
+  const texts = [...axis.children].filter((text) => text.checkVisibility() && text.getAttribute('y') === '18');
+  const boxes = texts.map((text) => text.getBoundingClientRect());
+  return boxes.slice(1).filter((box, at) => box.left < boxes[at].right).map((box) => axis.textContent);
+})"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_label_below_a_picture_lies_on_another(look, pages, kind):
+    for width in (360, 400, 720, 1201):
+        assert look(pages / f"{kind}.html", width=width).evaluate(LABELS) == [], width
 
 
 def test_names_beside_a_map_and_below_a_picture_stay_on_the_page(look, pages):

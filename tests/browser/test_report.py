@@ -318,6 +318,22 @@ def test_it_can_be_used_by_ear_and_by_keyboard(look, report):
     assert wrong == {"no name", "a head of nothing", "an id twice"}
 
 
+def test_all_rows_of_a_long_table_are_printed(look, tmp_path):
+    rows = ((f"model.layers.{n}", n) for n in range(1000))
+    columns = [Column("point", "point", "name"), Column("n", "n", "count")]
+    html.save(Document("long", (Table.of("t", columns, rows),)), tmp_path / "x.html")
+    page = look(tmp_path / "x.html", scheme="dark")
+    assert page.locator("tbody tr").count() < 150
+    printed = []
+    page.expose_function("printed", lambda rows: printed.append(rows))
+    page.evaluate("addEventListener('beforeprint', () => printed(document.querySelectorAll('tbody tr').length))")
+    page.pdf()
+    assert printed == [1000]
+    assert page.locator("tbody tr").count() < 150
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate(CONTRAST) == []
+
+
 def test_on_paper_nothing_is_cut_off_and_no_tool_is_printed(look, report):
     page = look(report)
     page.emulate_media(media="print")

@@ -8,14 +8,14 @@ Nothing here unpickles: `.pt` is read with `weights_only=True`, `.npz` with `all
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerscope.errors import BadModel, first_line
 from layerscope.models.functions import function_at, is_function
+from layerscope.models.weight_files import read_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -65,12 +65,12 @@ def read_inputs(text: str) -> object:
     if is_function(text):
         return function_at(text)()
     path = Path(text)
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
+    suffix = path.suffix.lower()
+    if suffix not in (".safetensors", ".npz", ".pt", ".pth"):
         raise BadModel(f"--inputs {text!r} has a form that is not known; give {FORMS}.")
     if not path.is_file():
         raise BadModel(f"--inputs {text!r} is not a file; give {FORMS}.")
-    return reader(path)
+    return _read_npz(path) if suffix == ".npz" else read_tensors(path, "--inputs ")
 
 
 def bytes_as_ids(prompt: str, *, vocabulary: int = 256) -> torch.Tensor:
@@ -80,16 +80,6 @@ def bytes_as_ids(prompt: str, *, vocabulary: int = 256) -> torch.Tensor:
     if not prompt:
         raise BadModel("--prompt is empty; a model needs at least one token to run on.")
     return torch.tensor([[byte % vocabulary for byte in prompt.encode("utf-8", "surrogateescape")]])
-
-
-def _read_safetensors(path: Path) -> object:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise BadModel(f"--inputs {str(path)!r} is not a readable safetensors file: {error}.") from error
 
 
 def _read_npz(path: Path) -> object:
@@ -105,25 +95,3 @@ def _read_npz(path: Path) -> object:
             f"--inputs {str(path)!r} is not an .npz file of plain arrays ({first_line(error)}); "
             "objects that need pickle are refused, save numbers."
         ) from error
-
-
-def _read_pt(path: Path) -> object:
-    import torch
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch thinks of the file is told by the error below
-            return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # of a damaged one, torch's reader raises whatever comes
-        raise BadModel(
-            f"--inputs {str(path)!r} is not a .pt file of tensors, lists, tuples and dicts alone "
-            f"({first_line(error)}); anything more could run code and is refused."
-        ) from error
-
-
-_READERS: dict[str, Callable[[Path], object]] = {
-    ".safetensors": _read_safetensors,
-    ".npz": _read_npz,
-    ".pt": _read_pt,
-    ".pth": _read_pt,
-}

@@ -16,7 +16,7 @@ from typing import Any
 
 from layerscope.errors import BadModel, first_line
 
-__all__ = ["read_weights", "weight_files"]
+__all__ = ["read_tensors", "read_weights", "weight_files"]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -33,29 +33,33 @@ def read_weights(folder: Path) -> dict[str, Any]:
         )
     found: dict[str, Any] = {}
     for file in files:
-        found |= _tensors(file)
+        read = read_tensors(file)
+        if not isinstance(read, Mapping):
+            raise BadModel(f"{str(file)!r} holds a {type(read).__name__}, not weights by their names.")
+        found |= {str(name): value for name, value in read.items()}
     return found
 
 
-def _tensors(file: Path) -> dict[str, Any]:
+def read_tensors(file: Path, what: str = "") -> Any:
+    """Return what a safetensors file holds, or one that torch saved; `what` stands before its name where it is refused.
+
+    Of torch's, tensors, numbers and containers are read, and nothing else.
+    """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if file.suffix == ".safetensors":
+    if file.suffix.lower() == ".safetensors":
         try:
             return load_file(file)
         except SafetensorError as error:
-            raise BadModel(f"{str(file)!r} is not a readable safetensors file: {error}.") from error
+            raise BadModel(f"{what}{str(file)!r} is not a readable safetensors file: {error}.") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch thinks of the file is told by the error below
-            read = torch.load(file, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(file))
+            return torch.load(file, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(file))
     except Exception as error:  # of a damaged one, torch's reader raises whatever comes
         raise BadModel(
-            f"{str(file)!r} is not a file of tensors and numbers alone ({first_line(error)}); anything more could "
-            "run code and is refused."
+            f"{what}{str(file)!r} is not a file of tensors and numbers alone ({first_line(error)}); anything more "
+            "could run code and is refused."
         ) from error
-    if not isinstance(read, Mapping):
-        raise BadModel(f"{str(file)!r} holds a {type(read).__name__}, not weights by their names.")
-    return {str(name): value for name, value in read.items()}

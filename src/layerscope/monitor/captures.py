@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerscope.points import Moment, Point
 
-__all__ = ["Capture", "Column", "Fetch", "Held", "Pieces", "held_in", "mapped", "shape_of"]
+__all__ = ["Capture", "Column", "Fetch", "Held", "Pieces", "held_in", "shape_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,29 +80,12 @@ class Capture:
 
     def output(self, fetch: Fetch) -> Any:
         """Return the output, with tensors of its own."""
-        return mapped(self.tree, fetch)
+        return tree_map_only(Held, fetch, self.tree)
 
 
-def mapped(tree: Any, function: Callable[[Held], Any]) -> Any:
-    """Return the tree with a function's result in the place of each tensor."""
-    if isinstance(tree, Held):
-        return function(tree)
-    if isinstance(tree, tuple):
-        return tuple(mapped(child, function) for child in tree)
-    if isinstance(tree, list):
-        return [mapped(child, function) for child in tree]
-    if isinstance(tree, dict):
-        return {key: mapped(child, function) for key, child in tree.items()}
-    return tree
-
-
-def held_in(tree: Any) -> Iterator[Held]:
-    """Go through the tensors of a tree in order."""
-    if isinstance(tree, Held):
-        yield tree
-    elif isinstance(tree, (tuple, list, dict)):
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from held_in(child)
+def held_in(tree: Any) -> list[Held]:
+    """Return the tensors of a tree in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Held)]
 
 
 def shape_of(value: Any) -> Any:

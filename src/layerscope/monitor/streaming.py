@@ -21,8 +21,9 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map, tree_map_only
 
-from layerscope.monitor.captures import Capture, Column, Held, Pieces, mapped, shape_of
+from layerscope.monitor.captures import Capture, Column, Held, Pieces, shape_of
 from layerscope.monitor.items import Format, array, keyed, member_name
 from layerscope.points import Leaf
 from layerscope.recorder.tensors import dtype_name
@@ -48,33 +49,21 @@ def joined(captures: Sequence[Capture]) -> Any:
     A number for each batch (a loss) makes a row of numbers.
     """
     trees = [capture.tree for capture in captures]
-    if not trees or not all(_alike(trees[0], tree) for tree in trees[1:]):
-        return [mapped(tree, lambda held: Column((held,), held.shape)) for tree in trees]
-    return _joined(trees)
+    try:
+        return tree_map(_column, *trees)
+    except ValueError:  # trees of other forms, or a leaf that goes with no other
+        return [tree_map_only(Held, lambda held: Column((held,), held.shape), tree) for tree in trees]
 
 
-def _joined(trees: Sequence[Any]) -> Any:
-    first = trees[0]
-    if isinstance(first, Held):
-        rows = sum(held.shape[0] if held.shape else 1 for held in trees)
-        return Column(tuple(trees), (rows, *first.shape[1:]))
-    if isinstance(first, (tuple, list)):
-        return type(first)(map(_joined, zip(*trees, strict=True)))
-    return {key: _joined([tree[key] for tree in trees]) for key in first} if isinstance(first, dict) else first
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two outputs have the same structure, with tensors that can be joined along dimension 0."""
-    if isinstance(one, Held) and isinstance(other, Held):
-        dimensions = len(one.shape) == len(other.shape)
-        return dimensions and one.dtype == other.dtype and one.shape[1:] == other.shape[1:]
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
-    return bool(one == other)
+def _column(*leaves: Any) -> Any:
+    """Join what is in one place of the outputs; what is no tensor is the same in all of them."""
+    first = leaves[0]
+    if not isinstance(first, Held) and all(leaf == first for leaf in leaves):
+        return first
+    kinds = {(leaf.dtype, len(leaf.shape), leaf.shape[1:]) if isinstance(leaf, Held) else None for leaf in leaves}
+    if len(kinds) > 1 or None in kinds:
+        raise ValueError("tensors that cannot be joined along dimension 0")
+    return Column(leaves, (sum(held.shape[0] if held.shape else 1 for held in leaves), *first.shape[1:]))
 
 
 def _columns(tree: Any, at: Leaf = ()) -> Iterator[tuple[Leaf, Column]]:

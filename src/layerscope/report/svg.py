@@ -442,13 +442,12 @@ def _x_axis(labels: Sequence[str], x: _Place, across: str, *, most: int = AXIS) 
     short = _shortened(labels, LABEL)
     texts = []
     for nth, at in enumerate(shown):
-        kind = ""
-        if at not in (0, last) and nth * 2 != len(shown) - 1:
-            kind = ' class="many"'  # more than a telephone has room for
-        elif not 0.2 <= x(at) <= 0.8:
-            kind = ' class="start"' if nth == 0 else ' class="end"'
+        if at not in (0, last):  # what there is not room for everywhere
+            kind = "mid" if nth * 2 == len(shown) - 1 else "many"
+        else:
+            kind = "few" if 0.2 <= x(at) <= 0.8 else "start" if at == 0 else "end"
         text = _named(labels[at], short[at])
-        texts.append(f'<text{kind} x="{x(at):.2%}" y="18">{text}</text>')
+        texts.append(f'<text class="{kind}" x="{x(at):.2%}" y="18">{text}</text>')
     below = f'<text x="50%" y="34">{quoted(across)}</text>' if across else ""
     return f'<svg class="xaxis" aria-hidden="true">{"".join(texts)}{below}</svg>'
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from layerscope.monitor.captures import Capture, Held, held_in, mapped, shape_of
+from layerscope.monitor.captures import Capture, Held, held_in, shape_of
 from layerscope.points import Moment, Point
 from layerscope.runtimes.values import rebuilt
 from zoo import Pair, Parts
@@ -58,4 +58,4 @@ def test_bytes_are_counted_and_what_is_in_memory_is_known():
     capture = capture_of((torch.ones(2), torch.ones(3)), kept=lambda leaf: leaf == (0,))
     assert (capture.key, capture.nbytes, capture.held, capture.in_memory) == ((1, 2), 20, 8, False)
     assert capture_of(None).in_memory
-    assert mapped(capture.tree, lambda held: held.nbytes) == (8, 12)
+    assert capture.output(lambda held: held.nbytes) == (8, 12)

@@ -202,6 +202,8 @@ const layerscope = (() => {
       choose();
       const first = body.rows[1];
       if (first) box.dataset.height = first.getBoundingClientRect().height || 28;
+      addEventListener("beforeprint", () => body.replaceChildren(...shown.map(element)));
+      addEventListener("afterprint", () => draw(true));
       let due = false;
       box.addEventListener("scroll", () => {
         if (due) return;

@@ -30,7 +30,7 @@ from layerscope.runtimes.onnx.graph import OnnxGraph
 from layerscope.runtimes.onnx.scales import dequantised, grid_of
 from layerscope.runtimes.onnx.session import Session, library
 from layerscope.runtimes.runtime import Wanted, Weights, nothing_shared, refuse_gradients
-from layerscope.runtimes.sink import Sink
+from layerscope.runtimes.sink import RuntimeSink
 from layerscope.runtimes.values import argument_leaves
 
 __all__ = [
@@ -70,6 +70,8 @@ class OnnxModel:
             raise BadModel(f"{str(path)!r} {_why_unread(path)}.") from error
         if not proto.graph.node:
             raise BadModel(f"{str(path)!r} {_why_unread(path, 'holds no operation')}.")
+        if any(isinstance(text, bytes) for text in _texts(proto.graph)):
+            raise BadModel(f"{str(path)!r} {_why_unread(path, 'has names that are not UTF-8')}.")
         return cls(path, proto)
 
     @cached_property
@@ -89,6 +91,17 @@ class OnnxModel:
         own = {each.name for each in copied.graph.output} | worth.keys()
         copied.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs if name not in own)
         return Session(self.path, copied.SerializeToString()), worth
+
+
+def _texts(graph: Any) -> Iterator[Any]:
+    """Give every name and note of a graph; protobuf gives one that is not UTF-8 as bytes."""
+    for value in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
+        yield value.name
+    for node in graph.node:
+        yield from (node.op_type, node.name, node.domain, *node.input, *node.output)
+        yield from (attribute.name for attribute in node.attribute)
+        for told in node.metadata_props:
+            yield from (told.key, told.value)
 
 
 def _why_unread(path: Path, otherwise: str = "ends too early, or is damaged") -> str:
@@ -144,7 +157,7 @@ def check(model: OnnxModel, wanted: Wanted, *, ops: bool) -> None:
 
 @contextmanager
 def watch(
-    model: OnnxModel, wanted: Wanted, sink: Sink, *, ops: Callable[[str], str | None] | None = None
+    model: OnnxModel, wanted: Wanted, sink: RuntimeSink, *, ops: Callable[[str], str | None] | None = None
 ) -> Iterator[Callable[..., Any]]:
     """Tell `sink` what passes the wanted sides of the wanted modules until the block ends."""
     forwards = Forwards(sink)
