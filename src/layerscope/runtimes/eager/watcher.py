@@ -23,7 +23,6 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch._C._autograd import _get_sequence_nr as next_node
-from torch.compiler import is_compiling
 
 from layerscope.errors import Unsupported
 from layerscope.log import log
@@ -90,7 +89,7 @@ class Watcher:
         self, hook: Before, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> RunningCall | None:
         """Begin a call: outermost, inside another, repeated; None when nothing is to be seen of it."""
-        if is_compiling() or _tracing_state() is not None:
+        if _tracing_state() is not None:
             return None
         name, handled = hook.name, sys.exc_info()[1]
         follow = hook.graded and torch.is_grad_enabled()
