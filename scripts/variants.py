@@ -64,6 +64,7 @@ def recorded(
             name=ready.loaded.name,
             seed=ready.loaded.seed,
             stop_after=last,
+            floors=False,  # the layouts of these scripts have no place for them
             progress=progress,
         ):
             if one.error is not None:

@@ -99,7 +99,8 @@ class Plan:
         tokens: torch.Tensor | None = None,
     ) -> None:
         self.left, self.right = left, right
-        apart = Similarity(left.first, right.first) if _renumbered(left.run, right.run) else None
+        self._regrouping = _renumbered(left.run, right.run)
+        apart = Similarity(left.first, right.first) if self._regrouping else None
         self.alignment = _only(align(left.seen, right.seen, rules=rules, apart=apart, every_rule=False), asked)
         self.pairs: list[RecordPair] = []
         self.told: list[RecordPair] = []  # what is not measured, and why
@@ -133,7 +134,9 @@ class Plan:
             method = f"{pair.method}, moments {how}" if how else pair.method
             dtypes = _both(_recorded(here[mine], self.left.run), _recorded(there[theirs], self.right.run))
             records = self._same_tokens(here[mine], there[theirs])
-            one = RecordPair.of(pair, *(records or (here[mine], there[theirs])), method, dtypes=dtypes)
+            both = records or (here[mine], there[theirs])
+            paired = replace(pair, flat=True) if self._regrouping and _regrouped_axes(*both) else pair
+            one = RecordPair.of(paired, *both, method, dtypes=dtypes)
             if mine in seen:  # one step here is several there
                 one.moment, one.place = theirs, len(self.left.run) + there[theirs]._at
             seen.add(mine)
@@ -388,6 +391,21 @@ class Plan:
         for one in self.pairs:
             found.setdefault(one.key, []).append(one)
         return found
+
+
+def _regrouped_axes(mine: Entry, other: Entry) -> bool:
+    """Tell whether one shape is the other with neighbouring axes taken together: compilers drop such a reshape."""
+    few, many = sorted((mine.shape or (), other.shape or ()), key=len)
+    if len(few) == len(many) or not few or prod(few) != prod(many):
+        return False
+    axes = [*many]
+    for size in few:
+        held = 1
+        while axes and held < size:
+            held *= axes.pop(0)
+        if held != size:
+            return False
+    return prod(axes) == 1
 
 
 def _renumbered(*runs: Run) -> bool:

@@ -50,9 +50,7 @@ class Tapped(nn.Module):
         for point in points:
             wanted.setdefault((point.name, point.side), []).append(point.leaf)
         for (name, side), asked in wanted.items():
-            module, hook = by_name[name], TracedHook(self._values, name, side, asked)
-            register: Any = module.register_forward_pre_hook if side == "input" else module.register_forward_hook
-            register(hook, with_kwargs=True)
+            TracedHook(self._values, name, side, asked).on(by_name[name])
 
     def named(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TappedTensor]]:
         """Call the model as it is, and return its value and what each tap took, with its name."""

@@ -22,7 +22,7 @@ from layerscope.runtimes import eager
 from layerscope.runtimes.forwards import Forwards
 from layerscope.runtimes.observer_effect import NOT_CALLED, SKIPPED
 from layerscope.runtimes.runtime import Wanted, Weights
-from layerscope.runtimes.sink import Sink
+from layerscope.runtimes.sink import RuntimeSink
 
 LOGITS = "logits"
 
@@ -79,7 +79,7 @@ class Watching:
 
     @contextmanager
     def watch(
-        self, model: Compiled, wanted: Wanted, sink: Sink, *, ops: Callable[[str], str | None] | None = None
+        self, model: Compiled, wanted: Wanted, sink: RuntimeSink, *, ops: Callable[[str], str | None] | None = None
     ) -> Iterator[Callable[..., Any]]:
         """Tell `sink` what the wanted taps took until the block ends."""
         forwards = Forwards(sink)

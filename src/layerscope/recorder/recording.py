@@ -38,7 +38,7 @@ from layerscope.stats import Summary
 from layerscope.store import Completeness, MemoryRun, Missing, Run, Writer, open_run
 from layerscope.store.address import LocalFolder, folder
 from layerscope.store.floors import Floors, write_floors
-from layerscope.twins import Begun, beginning, measure, measure_copies
+from layerscope.twins import Begun, beginning, measure, measure_program
 
 _SILENT_BLOCK = (
     "it was not called (the recording's `model` is what to call), or it was called through torch.compile, "
@@ -338,7 +338,7 @@ class Recording:
                 floors = measure(self._first, self.run, weights=weights, progress=self._options.progress)
             else:
                 given = self._first.args, self._first.kwargs
-                floors = measure_copies(self._watched, *given, self.run, self._options.progress)
+                floors = measure_program(self._watched, *given, self.run, self._options.progress)
             if self.to is None:
                 self._floors = floors
             else:

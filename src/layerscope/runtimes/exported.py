@@ -29,7 +29,7 @@ from layerscope.runtimes.archives.exports import NOWHERE, places, refuse
 from layerscope.runtimes.forwards import Forwards, tell
 from layerscope.runtimes.graph_calls import GraphCall, ScopedNode, module_calls
 from layerscope.runtimes.runtime import Wanted, Weights, no_notes, no_remark, nothing_shared
-from layerscope.runtimes.sink import Sink
+from layerscope.runtimes.sink import RuntimeSink
 from layerscope.runtimes.values import leaves
 
 notes, remark, shared = no_notes, no_remark, nothing_shared
@@ -62,7 +62,7 @@ def check(program: ExportedProgram, wanted: Wanted, *, ops: bool) -> None:
 
 @contextmanager
 def watch(
-    program: ExportedProgram, wanted: Wanted, sink: Sink, *, ops: Callable[[str], str | None] | None = None
+    program: ExportedProgram, wanted: Wanted, sink: RuntimeSink, *, ops: Callable[[str], str | None] | None = None
 ) -> Iterator[Callable[..., Any]]:
     """Tell `sink` what passes the wanted sides of the wanted modules until the block ends."""
     forwards = Forwards(sink)

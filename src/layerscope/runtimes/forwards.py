@@ -23,7 +23,7 @@ import torch
 
 from layerscope.errors import Unsupported
 from layerscope.points import Leaf, Point, Side
-from layerscope.runtimes.sink import Sink, Step
+from layerscope.runtimes.sink import RuntimeSink, Step
 from layerscope.runtimes.values import argument_leaves, describe, leaves
 
 _numbers = count(1)
@@ -64,7 +64,7 @@ class RunningModule(NamedTuple):
 class Forwards:
     """What one `watch` knows of the forwards under way, at most one on each thread."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: RuntimeSink) -> None:
         self.sink = sink
         self.number = next(_numbers)
         self._process = os.getpid()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from layerscope.errors import Unsupported
 from layerscope.patterns import Place
 from layerscope.points import Side
-from layerscope.runtimes.sink import Sink
+from layerscope.runtimes.sink import RuntimeSink
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class Runtime(Protocol):
         """Refuse what this runtime cannot see, before anything is written; `ops` when operations are asked for."""
 
     def watch(
-        self, model: Any, wanted: Wanted, sink: Sink, /, *, ops: Callable[[str], str | None] | None = None
+        self, model: Any, wanted: Wanted, sink: RuntimeSink, /, *, ops: Callable[[str], str | None] | None = None
     ) -> AbstractContextManager[Callable[..., Any]]:
         """Tell `sink` what passes the wanted places until the block ends; what the block is given is what to call."""
 

@@ -35,7 +35,7 @@ class Step:
         return next(self.calls[name])
 
 
-class Sink(Protocol):
+class RuntimeSink(Protocol):
     """What a runtime needs from its listener; none of these may raise into the model's run."""
 
     def begin(self) -> Step:

@@ -26,7 +26,7 @@ from layerscope.runtimes import eager
 from layerscope.runtimes.forwards import Forwards, Redirected
 from layerscope.runtimes.observer_effect import NO_TAPS, NOT_CALLED, SKIPPED, Observer
 from layerscope.runtimes.runtime import Wanted, refuse_gradients
-from layerscope.runtimes.sink import Sink
+from layerscope.runtimes.sink import RuntimeSink
 from layerscope.runtimes.traced_hooks import TracedHook, TracedValues, alone
 
 _SHARED_CODE = (
@@ -75,7 +75,12 @@ class TorchCompile:
 
     @contextmanager
     def watch(
-        self, model: torch.nn.Module, wanted: Wanted, sink: Sink, *, ops: Callable[[str], str | None] | None = None
+        self,
+        model: torch.nn.Module,
+        wanted: Wanted,
+        sink: RuntimeSink,
+        *,
+        ops: Callable[[str], str | None] | None = None,
     ) -> Iterator[torch.nn.Module]:
         """Tell `sink` what passes the wanted sides of the wanted modules until the block ends."""
         forwards = Forwards(sink)
@@ -208,8 +213,7 @@ class TappedCompilation:
         if self._is_attached:
             return
         for module, hook in self._hooks:
-            register: Any = module.register_forward_pre_hook if hook.side == "input" else module.register_forward_hook
-            self._attached.callback(register(hook, with_kwargs=True).remove)
+            self._attached.callback(hook.on(module).remove)
         self._is_attached = True
 
 

@@ -28,7 +28,7 @@ from layerscope.runtimes.archives.scripts import NAME as NAME
 from layerscope.runtimes.forwards import Forwards, Redirected, RunningModule
 from layerscope.runtimes.runtime import Wanted, Weights, no_notes, refuse_gradients
 from layerscope.runtimes.script_graphs import Value
-from layerscope.runtimes.sink import Sink
+from layerscope.runtimes.sink import RuntimeSink
 
 Script = Any  # a torch.jit.ScriptModule; its typed face is that of an nn.Module, its real one is not
 
@@ -91,7 +91,7 @@ def check(model: Script, wanted: Wanted, *, ops: bool) -> None:
 
 @contextmanager
 def watch(
-    model: Script, wanted: Wanted, sink: Sink, *, ops: Callable[[str], str | None] | None = None
+    model: Script, wanted: Wanted, sink: RuntimeSink, *, ops: Callable[[str], str | None] | None = None
 ) -> Iterator[Script]:
     """Tell `sink` what passes the wanted sides of the wanted modules until the block ends."""
     forwards = Forwards(sink)

@@ -1,7 +1,7 @@
 """Hooks that are traced as part of a model: what they copy are further results of its graph.
 
 values = TracedValues()
-handle = module.register_forward_hook(TracedHook(values, "layers.3", "output", [()]), with_kwargs=True)
+handle = TracedHook(values, "layers.3", "output", [()]).on(module)
 values.told = []; model(x)      # values.told: the hooks that ran, in order, and what each copied
 """
 
@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from layerscope.points import Leaf, Side
 from layerscope.runtimes.values import argument_leaves, leaves
@@ -26,7 +27,7 @@ class TracedValues:
 class TracedHook:
     """Copies the wanted leaves before anything changes them in place; returns None, for a value would take its place.
 
-    It is a pre-hook for an input and a hook for an output, `with_kwargs=True`. A leaf wants all that is below it.
+    It is a pre-hook for an input and a hook for an output. A leaf wants all that is below it.
     """
 
     def __init__(self, values: TracedValues, name: str, side: Side, wanted: list[Leaf]) -> None:
@@ -34,6 +35,12 @@ class TracedHook:
         self.name = name
         self.side = side
         self.wanted = wanted
+
+    def on(self, module: torch.nn.Module) -> RemovableHandle:
+        """Have it called before or after each call of a module."""
+        register: Any = module.register_forward_pre_hook if self.side == "input" else module.register_forward_hook
+        handle: RemovableHandle = register(self, with_kwargs=True)
+        return handle
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *value: object) -> None:
         """Copy what is wanted of this call."""

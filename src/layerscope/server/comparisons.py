@@ -9,6 +9,7 @@ What was found is kept as JSON in layerscope's cache folder, and shown again by 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -114,16 +115,21 @@ class Comparisons:
 
             found = compare(*runs, progress=lambda what, done, of: self._tell(id, f"{done:,} of {of:,}, {what}"))
             saved = json.render(document(found))
+            self._keep(id, saved)
             self._show(id, saved)
-            if self._kept is not None:
-                beside = self._kept / f".{id}.{os.getpid()}"
-                beside.write_text(saved, encoding="ascii")
-                beside.replace(self._kept / f"{id}.json")
         except (LayerscopeError, OSError, ImportError) as error:
             self._finish(id, Document("not compared", (Sentence(str(error), "bad"),)), "not compared")
         except Exception as error:
             said = f"comparing raised {type(error).__name__}: {error}"
             self._finish(id, Document("not compared", (Sentence(said, "bad"),)), "not compared")
+
+    def _keep(self, id: str, saved: str) -> None:
+        """Save what was found for the next server; where there is no room for it, this one shows it all the same."""
+        if self._kept is not None:
+            beside = self._kept / f".{id}.{os.getpid()}"
+            with contextlib.suppress(OSError):
+                beside.write_text(saved, encoding="ascii")
+                beside.replace(self._kept / f"{id}.json")
 
     def _show(self, id: str, saved: str | bytes) -> None:
         from layerscope.compare.page.html_page import page

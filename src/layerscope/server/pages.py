@@ -53,8 +53,7 @@ class Pages:
         parts: list[Part] = [Sentence(f"{many(len(runs), 'run')} below {self._runs.folder.name}", "quiet")]
         parts.append(Table.of("runs", columns, map(_cells, runs)))
         parts += self._comparisons.parts()
-        text = html.render(Document("layerscope", tuple(parts)), live="/events", seen=seen)
-        return text.replace("<body ", '<body data-pick="runs" ', 1)
+        return html.render(Document("layerscope", tuple(parts)), live="/events", seen=seen)
 
     def stamp(self) -> str:
         """Return a text that changes when a run comes, goes or grows, or a comparison goes on."""

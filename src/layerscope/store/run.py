@@ -58,7 +58,7 @@ class Entry:
     """One record: where and when it was taken, and what was kept of it.
 
     `dtype` and `shape` are None, `nbytes` 0, when only a summary was kept. `summary` and `note` are read when they
-    are asked for: of a hundred thousand records most memory is these objects.
+    are first asked for, and a note again: of a hundred thousand records most memory is these objects.
     """
 
     point: Point
@@ -68,6 +68,7 @@ class Entry:
     nbytes: int
     _run: Run = field(repr=False)
     _at: int = field(repr=False)
+    _summary: Summary | None = field(init=False, repr=False, default_factory=lambda: None)
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor, as `Run.tensor` does."""
@@ -84,7 +85,9 @@ class Entry:
     @property
     def summary(self) -> Summary | None:
         """The statistics stored with the record, None when there are none."""
-        return self._run._source.summary(self._at)
+        if self._summary is None:
+            object.__setattr__(self, "_summary", self._run._source.summary(self._at))
+        return self._summary
 
     @property
     def note(self) -> dict[str, Any]:

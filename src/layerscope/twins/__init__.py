@@ -8,7 +8,7 @@ A twin is the model with other parameters, or in another arithmetic, for one for
 from __future__ import annotations
 
 from layerscope.twins.begun import Begun, beginning
-from layerscope.twins.copies import measure_copies
 from layerscope.twins.measuring import measure, measure_floors
+from layerscope.twins.programs import measure_program
 
-__all__ = ["Begun", "beginning", "measure", "measure_copies", "measure_floors"]
+__all__ = ["Begun", "beginning", "measure", "measure_floors", "measure_program"]

@@ -55,8 +55,8 @@ def measure_floors(
 ) -> Floors:
     """Measure the floors of a finished run and add them to it; `inputs` are those of its first step.
 
-    TorchScript, exported programs and ONNX files, or the path of one, have floors of their own arithmetic alone: their
-    weights and inputs are moved, for nothing else in a closed graph can be.
+    Exported programs and TorchScript, or the path of one, have floors of their own arithmetic alone: their operations
+    are moved one by one.
 
     `inputs` is a dict (kwargs), a tuple (args) or one tensor. `weights=False` leaves out check rows and kept
     parameters. Raises Unsupported, with the reason, where no twin of the model can stand for it.
@@ -65,9 +65,9 @@ def measure_floors(
     args = (inputs,) if isinstance(inputs, torch.Tensor) else inputs if isinstance(inputs, (tuple, list)) else ()
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
-        from layerscope.twins.copies import measure_copies
+        from layerscope.twins.programs import measure_program
 
-        floors = measure_copies(read_model(model), tuple(args), kwargs, opened, progress)
+        floors = measure_program(read_model(model), tuple(args), kwargs, opened, progress)
     else:
         begun = Begun(model)
         begun.take(tuple(args), kwargs)

@@ -73,6 +73,16 @@ def test_shapes_that_differ_are_unpaired_with_both_shapes_and_a_counterpart():
     )
 
 
+def test_axes_that_a_compiler_left_apart_are_taken_together():
+    heads = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
+    program = Manifest(runtime="onnx")
+    [one] = plan(run(("a", heads.reshape(2, 3, 20))), run(("a", heads), manifest=program)).pairs
+    assert one.measure().bitwise
+    for other in (heads.transpose(1, 2).reshape(2, 12, 5), heads.reshape(3, 2, 20)):
+        assert not plan(run(("a", heads.reshape(2, 3, 20))), run(("a", other), manifest=program)).pairs
+    assert not plan(run(("a", heads.reshape(2, 3, 20))), run(("a", heads))).pairs  # no compiler: told, and not guessed
+
+
 def test_shapes_of_as_many_values_are_told_how_to_be_declared_flat():
     one, other = run(("a", X)), run(("a", X.reshape(6, 8)))
     [row] = plan(one, other).rows()

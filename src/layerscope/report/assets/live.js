@@ -20,7 +20,7 @@
   const chosen = [];
   const pick = () => {
     const links = [...document.querySelectorAll('td a[href^="/run/"]')];
-    if (!links.length || document.body.dataset.pick !== "runs") return;
+    if (!links.length) return;
     const bar = document.createElement("p");
     bar.className = "tools";
     const say = document.createElement("span");

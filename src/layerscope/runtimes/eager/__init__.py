@@ -22,7 +22,7 @@ from layerscope.runtimes.eager.modules import WRAPPER, Modules, ModuleTree, comp
 from layerscope.runtimes.eager.operations import OpWatch
 from layerscope.runtimes.eager.watcher import Watcher
 from layerscope.runtimes.runtime import Wanted, Weights, no_notes, no_remark
-from layerscope.runtimes.sink import Sink
+from layerscope.runtimes.sink import RuntimeSink
 
 __all__ = [
     "NAME",
@@ -85,7 +85,7 @@ def check(model: torch.nn.Module, wanted: Wanted, *, ops: bool) -> None:
 def watch(
     model: torch.nn.Module,
     wanted: Wanted,
-    sink: Sink,
+    sink: RuntimeSink,
     *,
     ops: Callable[[str], str | None] | None = None,
 ) -> Iterator[torch.nn.Module]:

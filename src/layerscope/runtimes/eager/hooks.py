@@ -17,7 +17,7 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from layerscope.points import Leaf, Point, Side
@@ -114,7 +114,7 @@ class Before(Hook):
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = _NOT_GIVEN) -> None:
         """Note the call, and tell what it is given."""
-        if is_dynamo_compiling() or kwargs is _NOT_GIVEN:
+        if is_compiling() or kwargs is _NOT_GIVEN:
             return
         try:
             if module is self.module and self.watcher.live:
@@ -130,7 +130,7 @@ class After(Hook):
 
     def __call__(self, module: torch.nn.Module, args: object, kwargs: object, value: Any = _NOT_GIVEN) -> None:
         """Tell what the call returned; torch gives None for the value of one that raised."""
-        if is_dynamo_compiling() or value is _NOT_GIVEN:
+        if is_compiling() or value is _NOT_GIVEN:
             return
         try:
             if module is self.module and self.watcher.live:
@@ -140,7 +140,8 @@ class After(Hook):
                     if not (failed or call.step.idle):
                         if self.is_wanted and not call.repeated:
                             self.tell(call, leaves(value), value)
-                        self.watcher.returned(self, call, value)
+                        if call.repeated or call.flow is not None:
+                            self.watcher.returned(self, call, value)
                     self.watcher.ended(call, failed=failed)
         except Exception as error:
             self.failed(error)

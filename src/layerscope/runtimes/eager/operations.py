@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerscope.points import Point, Side
 from layerscope.runtimes.eager.calls import Local
-from layerscope.runtimes.sink import Sink, Step
+from layerscope.runtimes.sink import RuntimeSink, Step
 from layerscope.runtimes.values import argument_leaves, describe, leaves
 
 
@@ -30,7 +30,7 @@ class OpCall(NamedTuple):
 class OpWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tell `sink` the inputs and outputs of the operations that `name_for` gives a name."""
 
-    def __init__(self, name_for: Callable[[str], str | None], local: Local, sink: Sink) -> None:
+    def __init__(self, name_for: Callable[[str], str | None], local: Local, sink: RuntimeSink) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name_for = name_for
         self._names: dict[object, str | None] = {}

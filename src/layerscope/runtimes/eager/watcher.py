@@ -23,7 +23,6 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch._C._autograd import _get_sequence_nr as next_node
-from torch.compiler import is_compiling
 
 from layerscope.errors import Unsupported
 from layerscope.log import log
@@ -32,7 +31,7 @@ from layerscope.runtimes.eager.calls import Calls, Flow, Local, RunningCall
 from layerscope.runtimes.eager.gradient_hooks import Regions, follow_inputs, follow_outputs, sources
 from layerscope.runtimes.eager.hooks import After, Before, Hook, HookedModule
 from layerscope.runtimes.eager.shared_arguments import Aside
-from layerscope.runtimes.sink import Sink, Step
+from layerscope.runtimes.sink import RuntimeSink, Step
 
 if TYPE_CHECKING:
     from layerscope.runtimes.eager.modules import ModuleTree
@@ -50,7 +49,7 @@ _IDLE_WITH_REGIONS = 64
 class Watcher:
     """What all hooks of one `watch` share."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: RuntimeSink) -> None:
         self.sink = sink
         self.live = True
         self.tree: ModuleTree | None = None  # once the hooks are on
@@ -90,7 +89,7 @@ class Watcher:
         self, hook: Before, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> RunningCall | None:
         """Begin a call: outermost, inside another, repeated; None when nothing is to be seen of it."""
-        if is_compiling() or _tracing_state() is not None:
+        if _tracing_state() is not None:
             return None
         name, handled = hook.name, sys.exc_info()[1]
         follow = hook.graded and torch.is_grad_enabled()

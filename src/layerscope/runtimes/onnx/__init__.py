@@ -30,7 +30,7 @@ from layerscope.runtimes.onnx.graph import OnnxGraph
 from layerscope.runtimes.onnx.scales import dequantised, grid_of
 from layerscope.runtimes.onnx.session import Session, library
 from layerscope.runtimes.runtime import Wanted, Weights, nothing_shared, refuse_gradients
-from layerscope.runtimes.sink import Sink
+from layerscope.runtimes.sink import RuntimeSink
 from layerscope.runtimes.values import argument_leaves
 
 __all__ = [
@@ -157,7 +157,7 @@ def check(model: OnnxModel, wanted: Wanted, *, ops: bool) -> None:
 
 @contextmanager
 def watch(
-    model: OnnxModel, wanted: Wanted, sink: Sink, *, ops: Callable[[str], str | None] | None = None
+    model: OnnxModel, wanted: Wanted, sink: RuntimeSink, *, ops: Callable[[str], str | None] | None = None
 ) -> Iterator[Callable[..., Any]]:
     """Tell `sink` what passes the wanted sides of the wanted modules until the block ends."""
     forwards = Forwards(sink)
