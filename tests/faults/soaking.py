@@ -135,7 +135,7 @@ def assert_right(path: Path) -> int:
             assert entry.tensor().equal(batch(number, entry.moment.step)), entry
         else:
             assert entry.tensor().isfinite().all()
-    assert run.damaged == []
+    assert run.damaged == [], (path, run.damaged)
     assert all(steps == sorted(set(steps)) for steps in found.values())
     return len(run)
 
