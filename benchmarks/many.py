@@ -25,7 +25,7 @@ import torch
 
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
-from layerscope.store import Blob, Manifest, Run, Table, Writer, open_run
+from layerscope.store import Blob, Manifest, RecordTable, Run, Writer, open_run
 
 POINTS, STEPS = 3257, 30
 LIMITS = {
@@ -102,7 +102,7 @@ def main() -> int:
         found["bytes moments"] = size_of(folder / "moments") / records
         shutil.copytree(folder / "both", folder / "like")
         found["open"] = timed(lambda: len(open_run(folder / "both")))
-        Table().to_pandas()  # importing pandas is no matter of ours
+        RecordTable().to_pandas()  # importing pandas is no matter of ours
         for verb in ("to_pandas", "to_dicts"):
             run = open_run(folder / "both")
             assert len(run) == records

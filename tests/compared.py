@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from layerscope.compare.measure.metrics import PERCENTILES, Metrics, Nonfinite, Side, Worst
+from layerscope.compare.measure.metrics import PERCENTILES, Metrics, NonfiniteCounts, Side, Worst
 from layerscope.compare.result import Against, Comparison, Floor, Kind, Row, Verdict
 from layerscope.points import Moment, Point
 
@@ -45,7 +45,7 @@ def measured(reference: np.ndarray, candidate: np.ndarray) -> Metrics:
             scale=float((r * c).sum() / (r * r).sum()),
             percentiles=tuple(float(np.percentile(abs(d), p)) for p in PERCENTILES),
             percentile_bound=0.0,
-            nonfinite=Nonfinite(0, 0, None),
+            nonfinite=NonfiniteCounts(0, 0, None),
         )
 
 
@@ -54,7 +54,7 @@ def metrics(*, nan: int = 0, **changed: object) -> Metrics:
     base = measured(np.arange(8.0), np.arange(8.0) + 0.5)
     if nan:
         lost = replace(base.candidate, nan=nan)
-        base = replace(base, candidate=lost, compared=8 - nan, nonfinite=Nonfinite(nan, nan, (0,)))
+        base = replace(base, candidate=lost, compared=8 - nan, nonfinite=NonfiniteCounts(nan, nan, (0,)))
     return replace(base, **changed)
 
 

@@ -7,7 +7,6 @@ import pytest
 from browser.checks import ACCESS, CONTRAST
 from layerscope.report import (
     Cell,
-    Choice,
     Column,
     Curves,
     Document,
@@ -20,6 +19,7 @@ from layerscope.report import (
     Histograms,
     Line,
     Notes,
+    Select,
     Sentence,
     Table,
     Timeline,
@@ -48,7 +48,7 @@ def document(name: str) -> Document:
             Facts("facts", (Fact("label", name), Fact("value", 1 / 3, "number")), "title"),
             Heading("pictures"),
             Curves("c", f"curves {name}", LABELS, (Line(name, LINE, (1e-6,) * 24), Line("b", LINE)), True, "x", "y"),
-            Choice(
+            Select(
                 "measure",
                 (
                     ("first", (HeatMap("h", "the map", LABELS, MODES, MAP, log=True),)),
@@ -219,7 +219,7 @@ def test_a_choice_shows_one_panel(look, report):
 
 def test_every_panel_of_a_long_choice_can_be_looked_at(look, tmp_path):
     options = tuple((f"option {n}", (Sentence(f"panel {n}"),)) for n in range(20))
-    html.save(Document("x", (Choice("which", options),)), tmp_path / "x.html")
+    html.save(Document("x", (Select("which", options),)), tmp_path / "x.html")
     page = look(tmp_path / "x.html", script=False)
     panels = page.locator("fieldset p")
     for n in (0, 12, 19):

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from layerscope.errors import LayerscopeError, NotARun
 from layerscope.store import open_run
 from layerscope.store.address import folder
-from layerscope.store.layouts import LAYOUTS, Place
+from layerscope.store.layouts import LAYOUTS, DumpPlace
 
 
 class Trap:
@@ -139,7 +139,7 @@ def test_a_whole_dump_reads_and_is_claimed_by_its_own_layout_alone(tmp_path, mak
     make(tmp_path / "dump")
     found, missing = everything(tmp_path / "dump")
     assert (len(found) >= 2, missing) == (True, [])
-    place = Place(folder(tmp_path / "dump"))
+    place = DumpPlace(folder(tmp_path / "dump"))
     claimed = [name for name in LAYOUTS if import_module(f"layerscope.store.layouts.{name}").recognise(place)]
     assert [make in MADE[name] for name in claimed] == [True]
     for file in files_of(tmp_path / "dump"):

@@ -20,7 +20,7 @@ from layerscope.stats import Sketch, Summary, summarize
 from layerscope.store import Blob, Manifest, MemoryRun, Writer, open_run, strictjson
 from layerscope.store.address import LocalFolder, rank_of, segment_of
 from layerscope.store.checksum import crc32c
-from layerscope.store.columns import Columns, Row, pack, unpack
+from layerscope.store.columns import Columns, TableRow, pack, unpack
 from layerscope.store.dtypes import STORED
 from layerscope.store.journal import frame, read, row_frame
 from layerscope.store.segment import Sealed, Sealing, seal
@@ -199,11 +199,11 @@ def summaries(draw) -> Summary:
 
 
 @st.composite
-def rows(draw) -> Row:
+def rows(draw) -> TableRow:
     """Draw a row of any kind."""
     moment = draw(MOMENTS)
     numbers = st.integers(0, 2**63 - 1)
-    row = Row(draw(numbers), str(draw(POINTS)), moment.epoch, moment.step, moment.batch, moment.call, moment.rank)
+    row = TableRow(draw(numbers), str(draw(POINTS)), moment.epoch, moment.step, moment.batch, moment.call, moment.rank)
     if draw(st.booleans()):
         shape = tuple(draw(st.lists(st.integers(0, 2**40), max_size=4)))
         places = {name: draw(st.integers(0, 2**64 - 1)) for name in ("bytes_of", "offset", "length")}
@@ -240,7 +240,7 @@ RUN = b"thisrun!"
 @MANY
 @given(st.integers(0, 10**6), POINTS, MOMENTS)
 def test_a_journals_frame_reads_back(number, point, moment):
-    [row] = read(row_frame(RUN, Row(number, str(point), *moment_of(moment)))[0]).rows
+    [row] = read(row_frame(RUN, TableRow(number, str(point), *moment_of(moment)))[0]).rows
     assert (row.record, Point.parse(row.point), row.moment) == (number, point, moment)
 
 
@@ -252,7 +252,7 @@ def moment_of(moment: Moment) -> tuple:
 @given(st.lists(POINTS, min_size=1, max_size=4), st.data())
 def test_a_changed_journal_loses_rows_and_never_gains_or_alters_one(points, data):
     schema = frame(RUN, 1, b'{"format":"layerscope","version":2,"rank":0,"run":"%s"}' % RUN.hex().encode())
-    raw = schema + b"".join(row_frame(RUN, Row(n, str(p), None, n, 0, 0, 0))[0] for n, p in enumerate(points))
+    raw = schema + b"".join(row_frame(RUN, TableRow(n, str(p), None, n, 0, 0, 0))[0] for n, p in enumerate(points))
     originals = set(read(raw).rows)
     assert len(originals) == len(points)
     start = data.draw(st.integers(0, len(raw) - 1))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NAMES", "Numbers", "largest_of", "numbers_of"]
+__all__ = ["NAMES", "ErrorNumbers", "largest_of", "numbers_of"]
 
 NAMES = ("relative_l2", "median", "p90", "worst", "column", "factor")
 
@@ -25,7 +25,7 @@ _MASKED_HALF = 6e4
 _PART = 1 << 22  # values at a time, in float64
 
 
-class Numbers(NamedTuple):
+class ErrorNumbers(NamedTuple):
     """How far apart two tensors are.
 
     Relative L2 error; median, 90th percentile and worst of the errors of rows; the worst column; the best-fitting
@@ -51,7 +51,7 @@ class Numbers(NamedTuple):
 
 def numbers_of(
     reference: torch.Tensor, other: torch.Tensor, *, axis: int = -1, kept: torch.Tensor | None = None
-) -> Numbers:
+) -> ErrorNumbers:
     """Measure `other` against `reference`, in float64; only the rows that `kept` is true for.
 
     What is not finite, or a mask's lowest number, on either side is left out.
@@ -87,11 +87,11 @@ def numbers_of(
     if not power:
         return _flat(math.nan if whole else 0.0, largest, rows, values)
     if not whole:
-        return Numbers(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, rows, values)
+        return ErrorNumbers(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, rows, values)
     each = _relative(errors, powers)
     columns = _relative(down, across)
     median, p90 = torch.quantile(each if rows <= 1 << 20 else each[: 1 << 20], each.new_tensor([0.5, 0.9])).tolist()
-    return Numbers(
+    return ErrorNumbers(
         math.sqrt(whole / power),
         median,
         p90,
@@ -110,15 +110,15 @@ def _relative(errors: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
     return errors.sqrt() / norms.clamp_min(least)
 
 
-def largest_of(several: Iterable[Numbers]) -> Numbers:
+def largest_of(several: Iterable[ErrorNumbers]) -> ErrorNumbers:
     """Return the largest of each number; a NaN is none."""
     every = list(several)
     worst = [max((n[at] for n in every if not math.isnan(n[at])), default=math.nan) for at in range(7)]
-    return Numbers._make([*worst, every[0].rows, every[0].values])
+    return ErrorNumbers._make([*worst, every[0].rows, every[0].values])
 
 
-def _flat(number: float, largest: float, rows: int, values: int) -> Numbers:
-    return Numbers(number, number, number, number, number, number, largest, rows, values)
+def _flat(number: float, largest: float, rows: int, values: int) -> ErrorNumbers:
+    return ErrorNumbers(number, number, number, number, number, number, largest, rows, values)
 
 
 def _rows(tensor: torch.Tensor, axis: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from layerscope.report.parts import Cell, Column, Document, Notes, Part, Sentenc
 from layerscope.report.parts import Table as Grid
 from layerscope.report.writing import many
 from layerscope.stats.channels import ABSMAX, TIMES, Channels
-from layerscope.store import Damage, Entry, Run, Table, open_run, selected
+from layerscope.store import Damage, Entry, RecordTable, Run, open_run, selected
 
 if TYPE_CHECKING:
     from layerscope.stats.tensor_views import Array
@@ -44,8 +44,8 @@ class Outliers:
     `records`, in how many `of` the point's records it stands out; `stays`, what the two come to.
     """
 
-    rows: Table
-    layers: Table
+    rows: RecordTable
+    layers: RecordTable
     left_out: tuple[str, ...] = ()
     damaged: tuple[Damage, ...] = ()
 
@@ -130,7 +130,7 @@ def outliers(
     left_out = _left_out(without, other, gathered)
     rows = [row for one in gathered for row in one.rows()]
     rows.sort(key=lambda row: -row["bits"])
-    return Outliers(Table(rows), Table([one.row() for one in gathered]), tuple(left_out), tuple(damaged))
+    return Outliers(RecordTable(rows), RecordTable([one.row() for one in gathered]), tuple(left_out), tuple(damaged))
 
 
 @dataclass
@@ -243,13 +243,13 @@ def _headline(found: Outliers) -> str:
     )
 
 
-def _again(rows: Table) -> list[str]:
+def _again(rows: RecordTable) -> list[str]:
     """Say which channels stand out in several points."""
     points = Counter(row["channel"] for row in rows)
     return [f"channel {channel} stands out in {n} points" for channel, n in points.most_common() if n > 1]
 
 
-def _layer_grid(layers: Table) -> Grid:
+def _layer_grid(layers: RecordTable) -> Grid:
     columns = [
         Column("point", "point", "name"),
         Column("channels", "channels", "count", rank=4),
@@ -265,7 +265,7 @@ def _layer_grid(layers: Table) -> Grid:
     return Grid.of("layers", columns, (_cells(row, columns, bool(row["outliers"])) for row in layers))
 
 
-def _channel_grid(rows: Table) -> Grid:
+def _channel_grid(rows: RecordTable) -> Grid:
     columns = [
         Column("point", "point", "name"),
         Column("channel", "channel", "count"),

@@ -15,12 +15,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from layerscope.checks import Numbers
+from layerscope.checks import ErrorNumbers
 from layerscope.compare.align.pairing import PairingRule, parse_rules
 from layerscope.compare.module_checks import Checker
 from layerscope.compare.noise_floor import CLASSES, LEAST, LIMIT, Noise, Scale, coarser, rounding
 from layerscope.compare.ordering import follow_choices
-from layerscope.compare.plan import Plan, Records, floors_of
+from layerscope.compare.plan import ComparisonPlan, RunRecords, floors_of
 from layerscope.compare.quantised import Siblings, grid_of
 from layerscope.compare.record_pair import RecordPair
 from layerscope.compare.result import Against, Comparison, Row
@@ -85,10 +85,10 @@ def compare(
     asked = set(selected(trusted, [points] if isinstance(points, str) else points)) if points else None
     names = _names(others, beside=_name(trusted))
 
-    left = Records(trusted)
-    plans = [Plan(left, Records(run), declared, asked, tokens=counting) for run in others]
+    left = RunRecords(trusted)
+    plans = [ComparisonPlan(left, RunRecords(run), declared, asked, tokens=counting) for run in others]
     wanted = {one.key for plan in plans for one in plan.pairs} if quiet else set()
-    floors = [Plan(left, Records(run), declared, tokens=counting) for run in quiet]
+    floors = [ComparisonPlan(left, RunRecords(run), declared, tokens=counting) for run in quiet]
     for plan in floors:
         plan.pairs = [one for one in plan.pairs if one.key in wanted]
     for rule in declared:
@@ -165,10 +165,10 @@ def _cores() -> int:
 # Measuring --------------------------------------------------------------------------------------
 
 
-def _run(plans: Sequence[Plan], *, threads: int, progress: Progress) -> None:
+def _run(plans: Sequence[ComparisonPlan], *, threads: int, progress: Progress) -> None:
     """Measure every pair: tiny ones in turn, others side by side, large ones with all threads, one after the other."""
     count = sum(len(plan.pairs) for plan in plans)
-    side_by_side: list[tuple[Plan, RecordPair]] = []
+    side_by_side: list[tuple[ComparisonPlan, RecordPair]] = []
     done = 0
     for plan, one in ((each, one) for each in plans for one in each.pairs):
         if threads > 1 and _TINY <= one.nbytes < _LARGE:
@@ -202,7 +202,13 @@ def _run(plans: Sequence[Plan], *, threads: int, progress: Progress) -> None:
 
 
 def _judged(
-    plan: Plan, name: str, noise: Sequence[Noise], *, limit: float, arithmetic: str | None, said: Sequence[str]
+    plan: ComparisonPlan,
+    name: str,
+    noise: Sequence[Noise],
+    *,
+    limit: float,
+    arithmetic: str | None,
+    said: Sequence[str],
 ) -> Against:
     run = plan.right.run
     grid = grid_of(plan)
@@ -245,7 +251,7 @@ def _judged(
     )
 
 
-def _own(rows: Sequence[Row]) -> list[Numbers]:
+def _own(rows: Sequence[Row]) -> list[ErrorNumbers]:
     """Return the numbers of what stands out though what it was given agrees.
 
     What an arithmetic's error becomes where it has come in from before need not look like one.
@@ -315,7 +321,7 @@ def _tokens(given: Any) -> torch.Tensor | None:
     return mask != 0
 
 
-def _basis(plan: Plan, rows: Sequence[Row], noise: Sequence[Noise], scale: Scale, checker: Checker) -> str:
+def _basis(plan: ComparisonPlan, rows: Sequence[Row], noise: Sequence[Noise], scale: Scale, checker: Checker) -> str:
     """Say on what the verdict rests."""
     measured = [row for row in rows if row.floor is not None]
     if not measured:
@@ -348,7 +354,7 @@ def _basis(plan: Plan, rows: Sequence[Row], noise: Sequence[Noise], scale: Scale
     return "; ".join(said)
 
 
-def _way_out(plan: Plan) -> str:
+def _way_out(plan: ComparisonPlan) -> str:
     """Say how to have floors."""
     run = plan.left.run
     model = run.manifest.model.get("name")
@@ -357,7 +363,7 @@ def _way_out(plan: Plan) -> str:
     return "record the reference with floors=True, or ls.measure_floors(model, inputs, run) adds them"
 
 
-def _notes(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
+def _notes(plan: ComparisonPlan, rows: Sequence[Row]) -> Iterator[str]:
     for role, run in (("the reference", plan.left.run), ("the candidate", plan.right.run)):
         yield from (f"{role}: {note}" for note in getattr(run, "notes", ()))
         if effect := run.manifest.settings.get("observer_effect"):

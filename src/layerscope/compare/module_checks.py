@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from layerscope.checks import rows_kept
 from layerscope.compare.noise_floor import CLASSES, LIMIT
-from layerscope.compare.plan import Plan
+from layerscope.compare.plan import ComparisonPlan
 from layerscope.compare.record_pair import RecordPair
 from layerscope.compare.verdicts import Checking
 from layerscope.errors import LayerscopeError
@@ -37,7 +37,9 @@ class _Residual(NamedTuple):
 class Checker:
     """The checks of one candidate; `quantised` ones are held against each other."""
 
-    def __init__(self, plan: Plan, carried: Floors | None, *, limit: float = LIMIT, quantised: bool = False) -> None:
+    def __init__(
+        self, plan: ComparisonPlan, carried: Floors | None, *, limit: float = LIMIT, quantised: bool = False
+    ) -> None:
         self._plan, self._carried, self._limit, self._quantised = plan, carried, limit, quantised
 
     def __call__(self, one: RecordPair, arithmetic: str) -> Checking | None:

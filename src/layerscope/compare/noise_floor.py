@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from layerscope.checks import NAMES, Numbers, largest_of
+from layerscope.checks import NAMES, ErrorNumbers, largest_of
 from layerscope.compare.measure.metrics import Metrics
 from layerscope.points import Moment, Point
 from layerscope.store.floors import Floors
@@ -77,7 +77,7 @@ def class_of(dtype: str) -> str:
     return next((name for name in CLASSES if _EPSILON[name] >= size), CLASSES[-1])
 
 
-def numbers_in(m: Metrics, rerouted: Collection[int] = ()) -> Numbers:
+def numbers_in(m: Metrics, rerouted: Collection[int] = ()) -> ErrorNumbers:
     """Return what the metrics of a pair say by themselves; the worst of the tokens that were not sent elsewhere."""
     tokens = m.tokens
     rows = (m.relative_l2,) * 3
@@ -85,7 +85,7 @@ def numbers_in(m: Metrics, rerouted: Collection[int] = ()) -> Numbers:
         stayed = (error for at, error in tokens.largest if at not in rerouted)
         rows = (tokens.median, tokens.p90, next(stayed, 0.0) if rerouted else tokens.error)
     count = 1 if tokens is None else tokens.count
-    return Numbers(m.relative_l2, *rows, math.nan, abs(m.scale - 1), m.max_abs, count, m.compared)
+    return ErrorNumbers(m.relative_l2, *rows, math.nan, abs(m.scale - 1), m.max_abs, count, m.compared)
 
 
 def step_of(moment: Moment) -> Step:
@@ -102,14 +102,14 @@ class Noise:
 
     address: str
     arithmetic: str
-    numbers: Mapping[Key, Numbers]
+    numbers: Mapping[Key, ErrorNumbers]
     changed: Mapping[Key, float] = field(default_factory=dict)
 
 
 class Expected(NamedTuple):
     """What is to be expected of one row: numbers, where they come from, and how many times each may be reached."""
 
-    numbers: Numbers
+    numbers: ErrorNumbers
     source: str
     limits: Mapping[str, float]
     least: float
@@ -167,7 +167,7 @@ class Scale:
         self.limit = limit
         self.raised: dict[str, float] = {}  # by class: what leaving one twin out asked for
         self._raised_at: dict[tuple[str, str], float] = {}  # and at a point by itself
-        self._largest: dict[str, dict[str, Numbers]] = {}
+        self._largest: dict[str, dict[str, ErrorNumbers]] = {}
         self._shapes = dict(zip(self.carried.points, self.carried.shapes, strict=True)) if self.carried else {}
 
     @cached_property
@@ -176,7 +176,7 @@ class Scale:
         of = self.carried
         return dict(zip(of.points, of.axes, strict=True)) if of is not None else {}
 
-    def floor(self, key: Key, numbers: Numbers, shape: Sequence[int], *, arithmetic: str, depth: int) -> Expected:
+    def floor(self, key: Key, numbers: ErrorNumbers, shape: Sequence[int], *, arithmetic: str, depth: int) -> Expected:
         """Return what is to be expected of a row that is the `depth`-th to run, in a class of arithmetic."""
         point, moment = key
         if self.carried is not None:
@@ -195,16 +195,16 @@ class Scale:
             together = largest_of(one for one, _ in several)
             return Expected(together, loudest, self._limits(_NOISE, numbers), LEAST[arithmetic] / 2)
         error = LEAST[arithmetic] * _WIDE[arithmetic] * (1 + math.sqrt(depth) / 2)
-        guess = Numbers(error, error, error, error, math.nan, math.nan, 0.0, numbers.rows, numbers.values)
+        guess = ErrorNumbers(error, error, error, error, math.nan, math.nan, 0.0, numbers.rows, numbers.values)
         return Expected(guess, "estimate", self._limits(_ESTIMATE, numbers), error)
 
-    def _measured(self, point: str, arithmetic: str) -> Numbers | None:
+    def _measured(self, point: str, arithmetic: str) -> ErrorNumbers | None:
         assert self.carried is not None
         if arithmetic not in self._largest:
             self._largest[arithmetic] = self.carried.largest(arithmetic)
         return self._largest[arithmetic].get(point)
 
-    def _limits(self, kind: Mapping[str, float], numbers: Numbers, by: float = 1.0) -> dict[str, float]:
+    def _limits(self, kind: Mapping[str, float], numbers: ErrorNumbers, by: float = 1.0) -> dict[str, float]:
         few = max(1.0, _FEW / max(1, numbers.values))
         return {name: self.limit * times * by * few for name, times in kind.items()}
 
@@ -242,7 +242,7 @@ def _elsewhere(limits: Mapping[str, float], rows: int, *, same_step: bool) -> di
     return {name: limits[name] * (1.0 if same_step else _OTHER) for name in ("relative_l2", "median", "p90")}
 
 
-def excess(numbers: Numbers, expected: Expected, *, flipped: bool = False, lone: bool = False) -> Excess | None:
+def excess(numbers: ErrorNumbers, expected: Expected, *, flipped: bool = False, lone: bool = False) -> Excess | None:
     """Return the number that is furthest over its limit, in limits; None where nothing can be told.
 
     After a choice has `flipped`, the rows that it did not send elsewhere are allowed twice as much. A `lone` element
@@ -264,7 +264,7 @@ def excess(numbers: Numbers, expected: Expected, *, flipped: bool = False, lone:
     return worst
 
 
-def _excesses(numbers: Numbers, expected: Expected, told: set[str], *, flipped: bool) -> Iterator[Excess]:
+def _excesses(numbers: ErrorNumbers, expected: Expected, told: set[str], *, flipped: bool) -> Iterator[Excess]:
     for name, limit in expected.limits.items():
         if name not in told:
             continue

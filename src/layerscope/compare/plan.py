@@ -15,7 +15,7 @@ from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from layerscope.checks import Numbers, largest_of, mask_of, numbers_of, rows_kept
+from layerscope.checks import ErrorNumbers, largest_of, mask_of, numbers_of, rows_kept
 from layerscope.compare.align.alignment import Alignment, Pair, align
 from layerscope.compare.align.experts import grouped, rows_together
 from layerscope.compare.align.moments import pair_moments
@@ -44,7 +44,7 @@ _FEWEST = 0.1  # of the rows, that must be left when choices went elsewhere
 _VANISHED = "compilers fold what does not depend on the inputs into constants, and leave out what nobody uses"
 
 
-class Records:
+class RunRecords:
     """A run's records, by point and in order."""
 
     def __init__(self, run: Run) -> None:
@@ -86,13 +86,13 @@ def _only(alignment: Alignment, asked: Collection[Point] | None) -> Alignment:
     )
 
 
-class Plan:
+class ComparisonPlan:
     """What of one run is measured against the reference, and what came of it."""
 
     def __init__(
         self,
-        left: Records,
-        right: Records,
+        left: RunRecords,
+        right: RunRecords,
         rules: Sequence[PairingRule],
         asked: Collection[Point] | None = None,
         *,
@@ -267,7 +267,7 @@ class Plan:
         lonely = {point.name for point, _ in self.alignment.only_candidate}
         return lonely | {pair.reference.name for pair in self.alignment.pairs}
 
-    def numbers(self, one: RecordPair, rerouted: frozenset[int] = frozenset()) -> Numbers | None:
+    def numbers(self, one: RecordPair, rerouted: frozenset[int] = frozenset()) -> ErrorNumbers | None:
         """Measure a pair once more, row by row, without padding and without the rows that choices sent elsewhere.
 
         None where its own metrics say as much: where it was read in another order, or cannot be read twice.
@@ -286,13 +286,13 @@ class Plan:
                 kept = torch.ones(rows, dtype=torch.bool) if kept is None else kept.clone()
                 kept[sorted(rerouted)] = False
             if kept is not None and float(kept.sum()) < _FEWEST * rows:
-                return Numbers._make([*[math.nan] * 6, 0.0, 0, 0])
+                return ErrorNumbers._make([*[math.nan] * 6, 0.0, 0, 0])
             return numbers_of(ours, theirs.reshape(shape), axis=axis, kept=kept)
         return None
 
     def noise(self) -> Noise:
         """Return what a noise run shows, once it is measured."""
-        numbers: dict[Key, Numbers] = {}
+        numbers: dict[Key, ErrorNumbers] = {}
         changes: dict[Key, float] = {}
         rerouted: dict[tuple[int | None, int, int], frozenset[int]] = {}
         for one in self.pairs:

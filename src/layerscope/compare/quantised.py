@@ -10,9 +10,9 @@ import math
 import re
 from collections.abc import Sequence
 
-from layerscope.checks import NAMES, Numbers
+from layerscope.checks import NAMES, ErrorNumbers
 from layerscope.compare.noise_floor import LIMIT, Expected, Key, Scale, numbers_in
-from layerscope.compare.plan import Plan
+from layerscope.compare.plan import ComparisonPlan
 from layerscope.points import Point
 
 _GRID = re.compile(
@@ -23,7 +23,7 @@ _FEWEST = 3
 _TIMES = dict(zip(NAMES, (4.0, 4.0, 5.0, 12.0), strict=False))
 
 
-def grid_of(plan: Plan) -> str:
+def grid_of(plan: ComparisonPlan) -> str:
     """Say that a candidate is quantised, in words, where it says so, the reference does not, and its outputs show it.
 
     A grid changes what every layer gives. Where half of the outputs or more are equal, the word is not taken for it.
@@ -46,9 +46,9 @@ def _grid(mode: str | None, settings: object) -> str:
 class Siblings(Scale):
     """What layers of one kind have in common, as the scale for each of them."""
 
-    def __init__(self, plan: Plan, *, limit: float = LIMIT) -> None:
+    def __init__(self, plan: ComparisonPlan, *, limit: float = LIMIT) -> None:
         super().__init__(plan.carried, limit=limit)
-        kinds: dict[tuple[str, ...], list[Numbers]] = {}
+        kinds: dict[tuple[str, ...], list[ErrorNumbers]] = {}
         self._kind: dict[str, tuple[str, ...]] = {}
         for one in plan.pairs:
             if one.metrics is not None and one.metrics.compared and one.metrics.relative_l2 > 0:
@@ -57,7 +57,7 @@ class Siblings(Scale):
         self._all = _median(every) if every else None
         self._usual = {kind: _median(several) for kind, several in kinds.items() if len(several) >= _FEWEST}
 
-    def floor(self, key: Key, numbers: Numbers, shape: Sequence[int], *, arithmetic: str, depth: int) -> Expected:
+    def floor(self, key: Key, numbers: ErrorNumbers, shape: Sequence[int], *, arithmetic: str, depth: int) -> Expected:
         """Return what its siblings have."""
         found = self._usual.get(self._kind_of(key[0]))
         limits = _TIMES if found is not None else {name: 4 * times for name, times in _TIMES.items()}
@@ -70,9 +70,9 @@ class Siblings(Scale):
         return self._kind[text]
 
 
-def _median(several: Sequence[Numbers]) -> Numbers:
+def _median(several: Sequence[ErrorNumbers]) -> ErrorNumbers:
     columns = []
     for at in range(7):
         values = sorted(n[at] for n in several if not math.isnan(n[at]))
         columns.append(values[len(values) // 2] if values else math.nan)
-    return Numbers._make([*columns, several[0].rows, several[0].values])
+    return ErrorNumbers._make([*columns, several[0].rows, several[0].values])

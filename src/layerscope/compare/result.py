@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from layerscope.checks import Numbers
+from layerscope.checks import ErrorNumbers
 from layerscope.compare.measure.metrics import Metrics
 from layerscope.errors import NoSuchPoint
 from layerscope.points import Moment, Point
@@ -63,7 +63,7 @@ class Row:
     checked: float | None = None
     arithmetic: str = ""
     chaotic: bool = False
-    numbers: Numbers | None = None
+    numbers: ErrorNumbers | None = None
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from layerscope.checks import Numbers
+from layerscope.checks import ErrorNumbers
 from layerscope.compare.measure.metrics import Metrics
 from layerscope.compare.noise_floor import (
     LIMIT,
@@ -58,7 +58,7 @@ class Checking:
 
 
 Ties = Callable[[RecordPair], "Flips | None"]
-Numbering = Callable[[RecordPair, "frozenset[int]"], "Numbers | None"]
+Numbering = Callable[[RecordPair, "frozenset[int]"], "ErrorNumbers | None"]
 Checks = Callable[[RecordPair, str], "Checking | None"]
 
 
@@ -83,7 +83,7 @@ class _Judged:
     because: str
     step: _Step
     arithmetic: str = ""
-    numbers: Numbers | None = None
+    numbers: ErrorNumbers | None = None
     expected: Expected | None = None
     excess: Excess | None = None
     checking: Checking | None = None

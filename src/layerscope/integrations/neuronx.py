@@ -71,7 +71,7 @@ class Application:
         self.ranks: list[Recording] = []
         self._app, self._to, self._how = app, to, how
         self._stack = ExitStack()
-        self._replays: list[_Replay] = []
+        self._replays: list[_RankReplay] = []
         self._before: object = None
         self._silent = ""
         self._states = _states()
@@ -114,9 +114,9 @@ class Application:
                 "record_layer_outputs=True, by a version that returns the layers of each call and not those of tracing."
             )
 
-    def _replay(self, rank: int, layers: int, logits: torch.Tensor | None) -> _Replay:
+    def _replay(self, rank: int, layers: int, logits: torch.Tensor | None) -> _RankReplay:
         if len(self._replays) == rank:
-            replay = _Replay(layers)
+            replay = _RankReplay(layers)
             degree = getattr(self._app.config.neuron_config, "tp_degree", 1)
             given = self._how.get("options") or RecordOptions()
             options = replace(
@@ -134,7 +134,7 @@ class Application:
         return self._replays[rank]
 
 
-class _Replay(nn.Module):
+class _RankReplay(nn.Module):
     """Passes values by, under the names that they are recorded by."""
 
     def __init__(self, layers: int) -> None:

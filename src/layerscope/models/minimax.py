@@ -82,7 +82,7 @@ class MiniMaxM2(nn.Module):
     def __init__(self, config: MiniMaxM2Config) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        self.model = MiniMaxDecoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -93,13 +93,13 @@ class MiniMaxM2(nn.Module):
         return logits
 
 
-class Decoder(nn.Module):
+class MiniMaxDecoder(nn.Module):
     """Embedding, layers, and the norm after the last."""
 
     def __init__(self, config: MiniMaxM2Config) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(MiniMaxDecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Rotary(config)
 
@@ -113,13 +113,13 @@ class Decoder(nn.Module):
         return normed
 
 
-class DecoderLayer(nn.Module):
+class MiniMaxDecoderLayer(nn.Module):
     """Attention and experts, each on a normed copy of the residual stream and added back to it."""
 
     def __init__(self, config: MiniMaxM2Config) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = MiniMaxAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SparseExperts(config)
 
@@ -148,7 +148,7 @@ class Rotary(nn.Module):
         return angles.cos().to(hidden_states.dtype), angles.sin().to(hidden_states.dtype)
 
 
-class Attention(nn.Module):
+class MiniMaxAttention(nn.Module):
     """Causal attention whose key and value heads serve several query heads each, with normed queries and keys."""
 
     def __init__(self, config: MiniMaxM2Config) -> None:

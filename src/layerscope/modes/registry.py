@@ -25,7 +25,7 @@ from torch import nn
 
 from layerscope.errors import BadText, LayerscopeError, MissingExtra, NoSuchMode, Unsupported
 
-__all__ = ["GROUPS", "Choice", "Mode", "Setting", "choose", "copied", "mode", "modes_of", "variant", "why_not"]
+__all__ = ["GROUPS", "Mode", "ModeChoice", "Setting", "choose", "copied", "mode", "modes_of", "variant", "why_not"]
 
 GROUPS: dict[str, str] = {
     "all": "the reference and every variant of it",
@@ -157,14 +157,14 @@ def why_not(mode: Mode, model: nn.Module) -> str | None:
         return str(error)
 
 
-class Choice(NamedTuple):
+class ModeChoice(NamedTuple):
     """The modes that were chosen, and those of a group that do not fit the model, with the reason."""
 
     modes: tuple[Mode, ...]
     left_out: tuple[tuple[Mode, str], ...]
 
 
-def choose(asked: Sequence[str], model: nn.Module) -> Choice:
+def choose(asked: Sequence[str], model: nn.Module) -> ModeChoice:
     """Return the modes that names and groups stand for, each once, in the order they were asked for.
 
     Raises NoSuchMode for a word that is neither, and Unsupported or MissingExtra for a mode called by its name that
@@ -190,7 +190,7 @@ def choose(asked: Sequence[str], model: nn.Module) -> Choice:
         raise Unsupported(
             f"no mode of {' '.join(asked)} fits {type(model).__name__}: {f'{first.name}: ' if first else ''}{reason}"
         )
-    return Choice(tuple(chosen.values()), tuple(left_out.values()))
+    return ModeChoice(tuple(chosen.values()), tuple(left_out.values()))
 
 
 def variant(model: nn.Module, mode: Mode | str, setting: Setting | None = None) -> nn.Module:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerscope.points import Moment, Point
 
-__all__ = ["Capture", "Column", "Fetch", "Held", "Pieces", "held_in", "shape_of"]
+__all__ = ["CapturedOutput", "EpochColumn", "Fetch", "Held", "Pieces", "held_in", "shape_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ Pieces = Callable[[Held], Iterator[torch.Tensor]]  # the same values in row-majo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Column:
+class EpochColumn:
     """One tensor of an epoch: those of its batches, one behind the other along dimension 0."""
 
     parts: tuple[Held, ...]
@@ -49,7 +49,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Capture:
+class CapturedOutput:
     """What a layer gave in one call: its structure, with a `Held` in the place of each tensor."""
 
     epoch: int
@@ -94,7 +94,7 @@ def shape_of(value: Any) -> Any:
     >>> shape_of((torch.zeros(2, 3), None))
     [[2, 3], None]
     """
-    if isinstance(value, (torch.Tensor, Held, Column)):
+    if isinstance(value, (torch.Tensor, Held, EpochColumn)):
         return list(value.shape)
     if isinstance(value, (tuple, list)):
         return [shape_of(child) for child in value]

@@ -22,12 +22,12 @@ from layerscope.rules import Alarm, Frame, ParameterReading, Reading
 from layerscope.schedules import Schedule
 from layerscope.stats import Summary
 
-__all__ = ["Frame", "Gathering", "ParameterReading", "Reading", "Sight", "Sink"]
+__all__ = ["Frame", "FrameSink", "Gathering", "ParameterReading", "Reading", "Sight"]
 
 _Statistics = Summary | Callable[[], Summary]
 
 
-class Sink(Protocol):
+class FrameSink(Protocol):
     """Where frames and alarms go: TensorBoard, a table, a list. What it raises stops nothing: see `Outlet`."""
 
     def write(self, frame: Frame) -> None:
@@ -83,7 +83,7 @@ class Gathering:
         self._bounds = bounds or {}
         self._lock = threading.Lock()
         self._same: Moment | None = None  # the last moment seen: mostly the very same object
-        self._open: _Open | None = None
+        self._open: _OpenFrame | None = None
 
     def seen(self, point: Point, moment: Moment, tensor: torch.Tensor, summary: _Statistics | None) -> None:
         """Take note of a record; one without statistics is not part of a frame."""
@@ -120,7 +120,7 @@ class Gathering:
             return done.frame(self._bounds, parameters)
         return Frame(at, (), parameters) if parameters and at is not None else None
 
-    def _turn(self, moment: Moment) -> _Open | None:
+    def _turn(self, moment: Moment) -> _OpenFrame | None:
         """Turn to another moment; return what was under way when it is over."""
         under_way = self._open
         if under_way is not None:
@@ -129,11 +129,11 @@ class Gathering:
                 return None
             if moment.step < under_way.moment.step:  # a gradient of a step that is over
                 return None
-        self._same, self._open = moment, _Open(replace(moment, call=0))
+        self._same, self._open = moment, _OpenFrame(replace(moment, call=0))
         return under_way
 
 
-class _Open:
+class _OpenFrame:
     """A frame that is not whole yet; numbers may still have to come from a device."""
 
     __slots__ = ("_laid", "active", "found", "images", "moment", "sights")

@@ -17,8 +17,8 @@ from typing import final
 import torch
 
 from layerscope.log import log
-from layerscope.monitor.captures import Capture, Held, held_in, shape_of
-from layerscope.monitor.layers import Choice, Layer
+from layerscope.monitor.captures import CapturedOutput, Held, held_in, shape_of
+from layerscope.monitor.layers import Layer, LayerChoice
 from layerscope.points import Leaf, Moment, Point
 from layerscope.recorder.host_memory import Arena
 from layerscope.recorder.tensors import plain
@@ -39,7 +39,7 @@ class Gathered:
     def __init__(
         self,
         layers: Iterable[Layer],
-        choices: Mapping[str, Choice],
+        choices: Mapping[str, LayerChoice],
         *,
         room: int,
         begins: Callable[[], str | None],
@@ -56,7 +56,7 @@ class Gathered:
         self._arena = Arena()
         self._lock = threading.RLock()
         self._local = threading.local()
-        self._data: dict[str, dict[tuple[int, int], Capture]] = {}
+        self._data: dict[str, dict[tuple[int, int], CapturedOutput]] = {}
         self._unsaved: dict[str, set[tuple[int, int]]] = {}
         self._at: dict[str, list[Layer]] = {}
         for layer in layers:
@@ -95,7 +95,7 @@ class Gathered:
             except KeyError as leaf:
                 log.debug("%s is skipped at %s: its leaf %s cannot be recorded", point.name, moment, leaf)
                 return
-            capture = Capture(moment.epoch, moment.batch, moment, tree, self.samples)
+            capture = CapturedOutput(moment.epoch, moment.batch, moment, tree, self.samples)
             for layer in self._at.get(point.name, ()):
                 if self._choices[layer.alias](moment):
                     self._take(layer, capture)
@@ -111,7 +111,7 @@ class Gathered:
             found = self._local.leaves = {}
         return found
 
-    def _take(self, layer: Layer, capture: Capture) -> None:
+    def _take(self, layer: Layer, capture: CapturedOutput) -> None:
         with self._lock:
             data = self._data[layer.alias]
             before = data.pop(capture.key, None)
@@ -131,7 +131,7 @@ class Gathered:
 
     # What there is --------------------------------------------------------------------------------
 
-    def of(self, layer: Layer) -> list[Capture]:
+    def of(self, layer: Layer) -> list[CapturedOutput]:
         """Return the captures of a layer in the order they came."""
         with self._lock:
             return list(self._data[layer.alias].values())
@@ -141,7 +141,7 @@ class Gathered:
         with self._lock:
             return set(self._unsaved[layer.alias])
 
-    def saved(self, layer: Layer, captures: Iterable[Capture]) -> None:
+    def saved(self, layer: Layer, captures: Iterable[CapturedOutput]) -> None:
         """Take down that captures are saved."""
         with self._lock:
             self._unsaved[layer.alias] -= {capture.key for capture in captures}

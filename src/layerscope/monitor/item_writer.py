@@ -12,7 +12,7 @@ from typing import Any, final
 
 from layerscope.errors import LayerscopeError
 from layerscope.log import log
-from layerscope.monitor.captures import Capture, shape_of
+from layerscope.monitor.captures import CapturedOutput, shape_of
 from layerscope.monitor.items import Format, next_number, write_item
 from layerscope.monitor.layers import Layer
 from layerscope.monitor.stored import Stored
@@ -39,7 +39,7 @@ class ItemWriter:
         """Begin a new item for the layer's epoch instead of replacing the one there is."""
         self._epochs = {key: number for key, number in self._epochs.items() if key[0] != layer.alias}
 
-    def put(self, layer: Layer, captures: Sequence[Capture], *, format: Format | None = None) -> Path | None:
+    def put(self, layer: Layer, captures: Sequence[CapturedOutput], *, format: Format | None = None) -> Path | None:
         """Save one batch of a `single` layer, or the epoch so far of an `epoch_full` one; None when it cannot be."""
         put = self._put_epoch if layer.record_type == "epoch_full" else self._put_single
         whole = layer.record_type == "epoch_full"
@@ -55,7 +55,7 @@ class ItemWriter:
         log.debug("%s is saved as %s", layer.alias, path)
         return path
 
-    def _put_single(self, stem: str, layer: Layer, captures: Sequence[Capture], format: Format) -> Path:
+    def _put_single(self, stem: str, layer: Layer, captures: Sequence[CapturedOutput], format: Format) -> Path:
         [capture] = captures
         output = capture.output(self._stored.fetch)
         about = {"epoch": capture.epoch, "batch_idx": capture.batch, "layer": layer.name, "alias": layer.alias}
@@ -63,7 +63,7 @@ class ItemWriter:
         item: dict[str, Any] = {**about, **samples, "output_shape": shape_of(output), "output": output}
         return write_item(self.folder, stem, item, format=format)
 
-    def _put_epoch(self, stem: str, layer: Layer, captures: Sequence[Capture], format: Format) -> Path:
+    def _put_epoch(self, stem: str, layer: Layer, captures: Sequence[CapturedOutput], format: Format) -> Path:
         numbers = [capture.batch for capture in captures]
         about = {"epoch": captures[0].epoch, "batch_idx": numbers, "layer": layer.name, "alias": layer.alias}
         samples = [None if capture.samples is None else list(capture.samples) for capture in captures]

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from layerscope.errors import BadText, Unsupported
-from layerscope.monitor.captures import Capture, Fetch
+from layerscope.monitor.captures import CapturedOutput, Fetch
 from layerscope.points import Leaf, leaf_text
 from layerscope.runtimes.values import leaves
-from layerscope.store.layouts.files import Batch, numpy_dtype, opened, write_json, write_pt
+from layerscope.store.layouts.files import FileBatch, numpy_dtype, opened, write_json, write_pt
 
 __all__ = [
     "Format",
@@ -47,7 +47,7 @@ class Outputs(Mapping[tuple[int, int], Any]):
     What did not fit into memory is read from the run when it is asked for.
     """
 
-    def __init__(self, captures: Sequence[Capture], fetch: Fetch) -> None:
+    def __init__(self, captures: Sequence[CapturedOutput], fetch: Fetch) -> None:
         self._captures = {capture.key: capture for capture in captures}
         self._fetch = fetch
 
@@ -83,7 +83,7 @@ def next_number(folder: Path, stem: str) -> int:
 
 def write_item(folder: Path, stem: str, item: Mapping[str, Any], *, format: Format) -> Path:
     """Write one item, whole or not at all; return its file."""
-    with Batch(folder) as batch:
+    with FileBatch(folder) as batch:
         if format == "pt":
             write_pt(batch.new(f"{stem}.pt"), dict(item))
             return folder / f"{stem}.pt"
@@ -93,7 +93,7 @@ def write_item(folder: Path, stem: str, item: Mapping[str, Any], *, format: Form
         return folder / name
 
 
-def _write_arrays(batch: Batch, stem: str, output: Any) -> tuple[str, Any]:
+def _write_arrays(batch: FileBatch, stem: str, output: Any) -> tuple[str, Any]:
     """Write an output as numpy's files have it; return the file's name and the dtypes the tensors had."""
     if isinstance(output, torch.Tensor):
         with opened(batch.new(f"{stem}.npy")) as out:
@@ -144,7 +144,7 @@ def own_path(folder: Path, name: str, *, taken: Path) -> Path:
 def write_custom(path: Path, value: Any) -> None:
     """Write a value of the user's: `.npy` as an array, anything else as torch saves it."""
     value = _plain(value)
-    with Batch(path.parent) as batch:
+    with FileBatch(path.parent) as batch:
         beside = batch.new(path.name)
         if path.suffix != ".npy":
             write_pt(beside, value)

@@ -21,7 +21,7 @@ from layerscope.points import Moment, Point, unwrapped
 from layerscope.runtimes import eager
 from layerscope.schedules import Schedule, batches, epochs
 
-__all__ = ["Choice", "Layer", "RecordType", "choices_of", "layers_of", "whole_numbers"]
+__all__ = ["Layer", "LayerChoice", "RecordType", "choices_of", "layers_of", "whole_numbers"]
 
 RecordType = Literal["single", "epoch_full"]
 _TYPES: tuple[RecordType, ...] = get_args(RecordType)
@@ -96,7 +96,7 @@ def choices_of(
     wanted: tuple[int | range, ...],
     indices: tuple[int | range, ...],
     when: Schedule | str | None,
-) -> dict[str, Choice]:
+) -> dict[str, LayerChoice]:
     """Return each layer's schedule by its alias; raises ValueError when no epoch, or no batch it needs, is named.
 
     Layers of one record type share one, so that a moment is judged once for all of them.
@@ -112,15 +112,15 @@ def choices_of(
     terms: list[Term] = [(epochs(*wanted), lambda moment: f"epoch {moment.epoch} is not in epochs_to_record")]
     last: list[Term] = [] if more is None else [(more, lambda moment: f"{more} says no")]
     full = [layer.alias for layer in layers if layer.record_type == "epoch_full"]
-    found = dict.fromkeys(full, Choice(full, [*terms, *last]))
+    found = dict.fromkeys(full, LayerChoice(full, [*terms, *last]))
     if single:
         terms.append((batches(*indices), lambda moment: f"batch {moment.batch} is not in batch_indices"))
         others = [layer.alias for layer in layers if layer.record_type == "single"]
-        found |= dict.fromkeys(others, Choice(others, [*terms, *last]))
+        found |= dict.fromkeys(others, LayerChoice(others, [*terms, *last]))
     return found
 
 
-class Choice(Schedule):
+class LayerChoice(Schedule):
     """Conditions of some layers, all of which must hold; at DEBUG it tells each moment that it leaves out, and why."""
 
     __slots__ = ("_aliases", "_seen", "_terms")

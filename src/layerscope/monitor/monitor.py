@@ -30,12 +30,12 @@ import torch
 
 from layerscope import ranks
 from layerscope.errors import LayerscopeError, NoSuchPoint, NotARun, RunBusy, RunExists
-from layerscope.monitor.captures import Capture, shape_of
+from layerscope.monitor.captures import CapturedOutput, shape_of
 from layerscope.monitor.config import Config, settings_in
 from layerscope.monitor.gathering import Gathered
 from layerscope.monitor.item_writer import ItemWriter
 from layerscope.monitor.items import Format, Outputs, own_path, write_custom
-from layerscope.monitor.layers import Choice, Layer, RecordType, choices_of, layers_of, whole_numbers
+from layerscope.monitor.layers import Layer, LayerChoice, RecordType, choices_of, layers_of, whole_numbers
 from layerscope.monitor.leaving import leave_on_sigterm
 from layerscope.monitor.loaders import Followed
 from layerscope.monitor.stored import Stored
@@ -339,13 +339,13 @@ class Monitor:
                     self._gathered.saved(layer, group)
         return written
 
-    def _unsaved(self, layer: Layer) -> list[list[Capture]]:
+    def _unsaved(self, layer: Layer) -> list[list[CapturedOutput]]:
         """Return the captures that make up each item to be written."""
         unsaved = self._gathered.unsaved(layer)
         captures = self._stored.readable(layer, self._gathered.of(layer)) if unsaved else []
         if layer.record_type == "single":
             return [[capture] for capture in captures if capture.key in unsaved]
-        groups: dict[int, list[Capture]] = {}
+        groups: dict[int, list[CapturedOutput]] = {}
         for capture in captures:
             groups.setdefault(capture.epoch, []).append(capture)
         return list(groups.values())
@@ -399,7 +399,7 @@ class Monitor:
             self._losses.say(str(error))
         self._save(None, patience=_LAST_SECONDS if hurry else None)
 
-    def _begun(self, choices: dict[str, Choice], *, budget: int) -> tuple[Recording, Path]:
+    def _begun(self, choices: dict[str, LayerChoice], *, budget: int) -> tuple[Recording, Path]:
         """Begin to record into a run of its own: `run`, or the next that is not there yet."""
         taps = [Tap(str(Point(each.place)), when=choices[each.alias], alias=each.alias) for each in self.layers]
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import final
 
 from layerscope.log import log
-from layerscope.monitor.frames import Frame, Sink
+from layerscope.monitor.frames import Frame, FrameSink
 from layerscope.rules import Alarm
 
 __all__ = ["Outlet"]
@@ -26,7 +26,7 @@ _LONGEST = 256  # frames that are passed over between two attempts
 class Outlet:
     """One sink, how much it took, and how much it did not."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: FrameSink) -> None:
         self._sink = sink
         self._name = type(sink).__name__
         self._frames = self._lost = self._alarms = self._failures = 0

@@ -16,7 +16,7 @@ from typing import final
 import torch
 
 from layerscope.errors import LayerscopeError, NoSuchPoint, NotARun
-from layerscope.monitor.captures import Capture, Held, held_in
+from layerscope.monitor.captures import CapturedOutput, Held, held_in
 from layerscope.monitor.layers import Layer
 from layerscope.points import Moment, Point
 from layerscope.recorder import Recording
@@ -54,7 +54,7 @@ class Stored:
             raise NotARun(f"{self.path} is not there any more")
         return self._run
 
-    def readable(self, layer: Layer, captures: Sequence[Capture]) -> list[Capture]:
+    def readable(self, layer: Layer, captures: Sequence[CapturedOutput]) -> list[CapturedOutput]:
         """Return the captures without those that a full disk or a removed folder has taken."""
         if all(capture.in_memory for capture in captures):
             return list(captures)

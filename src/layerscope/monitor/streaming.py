@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map, tree_map_only
 
-from layerscope.monitor.captures import Capture, Column, Held, Pieces, shape_of
+from layerscope.monitor.captures import CapturedOutput, EpochColumn, Held, Pieces, shape_of
 from layerscope.monitor.items import Format, array, keyed, member_name
 from layerscope.points import Leaf
 from layerscope.recorder.tensors import dtype_name
 from layerscope.stats import Summary, summarize
-from layerscope.store.layouts.files import Batch, numpy_dtype, opened, write_json
+from layerscope.store.layouts.files import FileBatch, numpy_dtype, opened, write_json
 from layerscope.store.layouts.statistics import described
 
 __all__ = ["joined", "write_epoch"]
@@ -43,7 +43,7 @@ _HEADER, _LARGE = 30, 20
 # What is written ------------------------------------------------------------------------------------
 
 
-def joined(captures: Sequence[Capture]) -> Any:
+def joined(captures: Sequence[CapturedOutput]) -> Any:
     """Join the outputs of an epoch's batches along dimension 0, tensor by tensor; a list of them where that cannot be.
 
     A number for each batch (a loss) makes a row of numbers.
@@ -52,7 +52,7 @@ def joined(captures: Sequence[Capture]) -> Any:
     try:
         return tree_map(_column, *trees)
     except ValueError:  # trees of other forms, or a leaf that goes with no other
-        return [tree_map_only(Held, lambda held: Column((held,), held.shape), tree) for tree in trees]
+        return [tree_map_only(Held, lambda held: EpochColumn((held,), held.shape), tree) for tree in trees]
 
 
 def _column(*leaves: Any) -> Any:
@@ -63,12 +63,12 @@ def _column(*leaves: Any) -> Any:
     kinds = {(leaf.dtype, len(leaf.shape), leaf.shape[1:]) if isinstance(leaf, Held) else None for leaf in leaves}
     if len(kinds) > 1 or None in kinds:
         raise ValueError("tensors that cannot be joined along dimension 0")
-    return Column(leaves, (sum(held.shape[0] if held.shape else 1 for held in leaves), *first.shape[1:]))
+    return EpochColumn(leaves, (sum(held.shape[0] if held.shape else 1 for held in leaves), *first.shape[1:]))
 
 
-def _columns(tree: Any, at: Leaf = ()) -> Iterator[tuple[Leaf, Column]]:
+def _columns(tree: Any, at: Leaf = ()) -> Iterator[tuple[Leaf, EpochColumn]]:
     """Go through the columns of a tree in order, with the way to each."""
-    if isinstance(tree, Column):
+    if isinstance(tree, EpochColumn):
         yield at, tree
     elif isinstance(tree, (tuple, list, dict)):
         for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
@@ -77,7 +77,7 @@ def _columns(tree: Any, at: Leaf = ()) -> Iterator[tuple[Leaf, Column]]:
 
 def _statistics(tree: Any, summaries: Mapping[int, Summary]) -> Any:
     """Return the statistics of each tensor in the structure of the output, as plain numbers."""
-    if isinstance(tree, Column):
+    if isinstance(tree, EpochColumn):
         return described(summaries[id(tree)])
     if isinstance(tree, (tuple, list)):
         return [_statistics(child, summaries) for child in tree]
@@ -91,7 +91,7 @@ def write_epoch(
     folder: Path, stem: str, about: Mapping[str, Any], output: Any, pieces: Pieces, *, format: Format
 ) -> Path:
     """Write what is known of an epoch, its output and the statistics of that, whole or not at all; return the file."""
-    with Batch(folder) as batch:
+    with FileBatch(folder) as batch:
         if format == "pt":
             name = f"{stem}.pt"
             _write_pt(batch.new(name), about, output, pieces)
@@ -141,13 +141,13 @@ def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
     return archive.open(info, "w", force_zip64=True)
 
 
-def _as_numpy(column: Column, pieces: Pieces, out: IO[bytes]) -> Summary:
+def _as_numpy(column: EpochColumn, pieces: Pieces, out: IO[bytes]) -> Summary:
     descr = np.dtype(numpy_dtype(dtype_name(column.dtype))).str
     np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": column.shape})
     return _poured(column, pieces, out, as_torch=False)
 
 
-def _poured(column: Column, pieces: Pieces, out: IO[bytes], *, as_torch: bool) -> Summary:
+def _poured(column: EpochColumn, pieces: Pieces, out: IO[bytes], *, as_torch: bool) -> Summary:
     """Write the values one piece after the other; return their statistics."""
     total: Summary | None = None
     for piece in (piece for held in column.parts for piece in pieces(held)):
@@ -184,7 +184,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Say how the tensor is made of them."""
-        if not isinstance(obj, Column):
+        if not isinstance(obj, EpochColumn):
             return NotImplemented
         meta = torch.empty(obj.shape, dtype=obj.dtype, device="meta")
         kind, key = _KINDS.get(obj.dtype), self._keys[id(obj)]

@@ -28,7 +28,7 @@ import torch
 from layerscope import ranks
 from layerscope.errors import NothingRecorded, Stopped
 from layerscope.log import log
-from layerscope.monitor.frames import Frame, Gathering, Sink
+from layerscope.monitor.frames import Frame, FrameSink, Gathering
 from layerscope.monitor.leaving import leave_on_sigterm
 from layerscope.monitor.outlets import Outlet
 from layerscope.monitor.page import page, record_of
@@ -101,7 +101,7 @@ class Watch:
         parameters: bool = False,
         attention: str | Sequence[str] | Tap = (),
         rules: Sequence[Rule | str] = (),
-        sinks: Sequence[Sink] = (),
+        sinks: Sequence[FrameSink] = (),
         on_alarm: Callable[[Alarm], None] | None = None,
     ) -> None:
         wanted = [copy.deepcopy(parse_rule(rule) if isinstance(rule, str) else rule) for rule in rules]

@@ -26,7 +26,6 @@ from layerscope.points import SIDE_TITLES, Point, caption, leaf_text
 from layerscope.progress import Progress, no_progress
 from layerscope.report.parts import (
     Cell,
-    Choice,
     Column,
     Curves,
     Document,
@@ -37,6 +36,7 @@ from layerscope.report.parts import (
     Histograms,
     Line,
     Part,
+    Select,
     Sentence,
     Table,
     Value,
@@ -151,7 +151,7 @@ def _pictures(rows: Sequence[PointRow]) -> Iterator[Part]:
     for side, title in SIDE_TITLES.items():
         drawn = [(name, one) for name in STATISTICS if (one := _curves(rows, side, name)) is not None]
         if drawn:
-            yield Choice(f"{title}, over depth", tuple((name, (one,)) for name, one in drawn))
+            yield Select(f"{title}, over depth", tuple((name, (one,)) for name, one in drawn))
 
 
 def _curves(rows: Sequence[PointRow], side: str, statistic: str) -> Curves | None:
@@ -218,7 +218,7 @@ def _ranges(found: Outliers, rows: Sequence[PointRow]) -> Iterator[Part]:
     drawn = [(name, of) for layer in worst if (of := channels.get(name := layer["point"])) is not None]
     options = [(name, tuple(curve("absmax of each channel", "channel", of.absmax, "absmax"))) for name, of in drawn]
     if options:
-        yield Choice("the channels of those that cost most", tuple(options))
+        yield Select("the channels of those that cost most", tuple(options))
 
 
 # Every point ------------------------------------------------------------------------------------

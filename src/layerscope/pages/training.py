@@ -17,7 +17,6 @@ from layerscope.pages.statistics import MOSTLY_ZERO, STATISTICS
 from layerscope.points import SIDE_TITLES, Moment, Point, caption
 from layerscope.progress import Progress
 from layerscope.report.parts import (
-    Choice,
     Curves,
     Event,
     Fold,
@@ -25,6 +24,7 @@ from layerscope.report.parts import (
     HeatMap,
     Line,
     Part,
+    Select,
     Sentence,
     Timeline,
 )
@@ -142,7 +142,7 @@ def _maps(found: dict[Point, dict[Moment, Summary]], moments: Sequence[Moment]) 
                 drawn.append(HeatMap("steps", title, names, columns, table, log=log, across="step", audience="page"))
         if drawn:
             options.append((statistic, tuple(drawn)))
-    yield Choice("statistic", tuple(options))
+    yield Select("statistic", tuple(options))
 
 
 def _value(summary: Summary | None, statistic: str) -> float | None:
@@ -201,7 +201,7 @@ def _attention(run: Run, points: Sequence[Point]) -> Iterator[Part]:
         if len(chosen) < len(entries):
             yield Sentence(f"{len(chosen)} of {len(entries):,} moments of {point} are drawn, evenly spread", "quiet")
         if options:
-            yield Choice(str(point), tuple(options))
+            yield Select(str(point), tuple(options))
     if len(maps) > MAPS:
         yield Sentence(f"{MAPS} of {len(maps)} points with attention maps are drawn", "quiet")
 

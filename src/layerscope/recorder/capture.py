@@ -23,7 +23,7 @@ from layerscope.recorder.gpu.staging import SMALL, Staging
 from layerscope.recorder.gpu.statistics import DeviceStatistics
 from layerscope.recorder.gpu.transfer import is_capturing, transfer_of
 from layerscope.recorder.host_memory import Arena, same_bits
-from layerscope.recorder.taps import Plan, Want
+from layerscope.recorder.taps import TapPlan, Want
 from layerscope.recorder.tensors import dtype_name, plain, undisturbed
 from layerscope.stats import Summary, backend, prepare, summarize
 from layerscope.stats.tensor_views import lying
@@ -66,7 +66,7 @@ class Capture:
         self._devices = DeviceStatistics()
         self._staging = Staging(self._devices)
 
-    def prepare(self, parameters: list[torch.Tensor], plan: Plan) -> str | None:
+    def prepare(self, parameters: list[torch.Tensor], plan: TapPlan) -> str | None:
         """Have the kernels ready before the first hook; return which they are, None when no statistics are wanted."""
         on_device = [p for p in parameters if p.device.type != "cpu"]
         if any(p.is_cuda for p in on_device):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from layerscope.log import log
 from layerscope.patterns import Pattern, op_name
 from layerscope.points import Moment, Point
-from layerscope.recorder.taps import Plan
+from layerscope.recorder.taps import TapPlan
 from layerscope.store import Missing
 
 
@@ -111,7 +111,7 @@ class Coverage:
         if first:
             log.warning("%s is not recorded: %s: %s", point, type(error).__name__, error)
 
-    def missing(self, plan: Plan, why_silent: Callable[[Iterable[str]], dict[str, str]]) -> list[Missing]:
+    def missing(self, plan: TapPlan, why_silent: Callable[[Iterable[str]], dict[str, str]]) -> list[Missing]:
         """Return every point asked for that has no record, or lost some, with the reason.
 
         `why_silent` is the runtime's, for the modules that were never seen to run.
@@ -139,7 +139,7 @@ class Coverage:
         never = [pattern for pattern in never if pattern not in unscheduled]
         return missing + [Missing(str(pattern), self._no_such_op(str(pattern))) for pattern in never]
 
-    def _unscheduled_points(self, plan: Plan) -> dict[Point | Pattern, str]:
+    def _unscheduled_points(self, plan: TapPlan) -> dict[Point | Pattern, str]:
         """Return what lost records to a schedule that raised, and why."""
         found: dict[Point | Pattern, str] = {}
         for tap, (why, times) in self._unscheduled.items():

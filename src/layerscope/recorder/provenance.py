@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from layerscope import __version__
 from layerscope.errors import Unsupported
 from layerscope.recorder.options import RecordOptions
-from layerscope.recorder.taps import Plan
+from layerscope.recorder.taps import TapPlan
 from layerscope.recorder.tensors import plain, undisturbed
 from layerscope.runtimes.runtime import Runtime, Weights
 from layerscope.stats import fingerprint
@@ -29,7 +29,7 @@ _MOST = 8 << 30  # fingerprinting more than this at the start of a run would be 
 def provenance(
     model: Any,
     runtime: Runtime,
-    plan: Plan,
+    plan: TapPlan,
     options: RecordOptions,
     *,
     statistics: str,

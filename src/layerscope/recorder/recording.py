@@ -29,7 +29,7 @@ from layerscope.recorder.coverage import Coverage
 from layerscope.recorder.options import RecordOptions
 from layerscope.recorder.provenance import provenance
 from layerscope.recorder.sink import RecordingSink
-from layerscope.recorder.taps import Keep, Plan, Want, level_of, plan, schedule_of, taps_of
+from layerscope.recorder.taps import Keep, TapPlan, Want, level_of, plan, schedule_of, taps_of
 from layerscope.runtimes import find, opened
 from layerscope.runtimes.observer_effect import measures
 from layerscope.runtimes.runtime import Runtime
@@ -126,7 +126,7 @@ class Recording:
         self,
         model: Any,
         runtime: Runtime,
-        plan: Plan,
+        plan: TapPlan,
         options: RecordOptions,
         *,
         to: str | os.PathLike[str] | None,

@@ -25,7 +25,7 @@ from layerscope.recorder.clock import Clock
 from layerscope.recorder.coverage import Coverage
 from layerscope.recorder.gpu.batches import Lost
 from layerscope.recorder.pending import Pending
-from layerscope.recorder.taps import Plan, Request, Want
+from layerscope.recorder.taps import Request, TapPlan, Want
 from layerscope.recorder.tensors import undisturbed, unwrapped
 from layerscope.runtimes.sink import Step
 from layerscope.stats import Summary
@@ -89,7 +89,7 @@ class RecordingStep(Step):
 class RecordingSink:
     """Takes what the taps want of what a runtime sees, and hands it to the store: to `writer`, or to `memory`."""
 
-    def __init__(self, plan: Plan, capture: Capture, coverage: Coverage, listener: Listener | None) -> None:
+    def __init__(self, plan: TapPlan, capture: Capture, coverage: Coverage, listener: Listener | None) -> None:
         self.clock = Clock()
         self.note: Mapping[str, Any] | None = None  # the caller's, beside every record
         self.memory: MemoryRun | None = None

@@ -126,7 +126,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Plan:
+class TapPlan:
     """Taps resolved against a model: which sides of which modules, which operations, and what is due when."""
 
     taps: list[Tap]
@@ -326,7 +326,7 @@ def plan(
     *,
     default: Want,
     when: Schedule | None = None,
-) -> Plan:
+) -> TapPlan:
     """Resolve taps against the places of a model; every pattern must match something.
 
     Operations are only known once they run, so a pattern for operations is checked when the recording ends.
@@ -338,7 +338,7 @@ def plan(
         canonical = (Point(shared.get(p.name, p.name), p.side, p.leaf) for p in found)
         points.append(list(dict.fromkeys(canonical)))
         ops.append(split(tap.patterns).ops)
-    whole = Plan(taps, points, ops, default, when)
+    whole = TapPlan(taps, points, ops, default, when)
     _refuse_conflicts(whole)
     return whole
 
@@ -349,7 +349,7 @@ def _aliased(alias: str, wanted: Any) -> Tap:
     return Tap(str(wanted) if isinstance(wanted, (str, Pattern)) else tuple(map(str, wanted)), alias=alias)
 
 
-def _refuse_conflicts(whole: Plan) -> None:
+def _refuse_conflicts(whole: TapPlan) -> None:
     """Two taps may overlap; two functions of one point cannot both be its record, nor channels of two axes."""
     kept: dict[Point, Any] = {}
     axes: dict[Point, int] = {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 from layerscope.report import html, json, markdown, terminal
 from layerscope.report.parts import (
     Cell,
-    Choice,
     Column,
     Curves,
     Data,
@@ -27,6 +26,7 @@ from layerscope.report.parts import (
     Notes,
     Part,
     Profile,
+    Select,
     Sentence,
     Table,
     Timeline,
@@ -34,7 +34,6 @@ from layerscope.report.parts import (
 
 __all__ = [
     "Cell",
-    "Choice",
     "Column",
     "Curves",
     "Data",
@@ -50,6 +49,7 @@ __all__ = [
     "Notes",
     "Part",
     "Profile",
+    "Select",
     "Sentence",
     "Table",
     "Timeline",

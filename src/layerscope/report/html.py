@@ -23,7 +23,6 @@ from pathlib import Path
 from layerscope.report.json import JSON, strict
 from layerscope.report.parts import (
     Cell,
-    Choice,
     Column,
     Curves,
     Data,
@@ -38,6 +37,7 @@ from layerscope.report.parts import (
     Notes,
     Part,
     Profile,
+    Select,
     Sentence,
     Table,
     Timeline,
@@ -167,7 +167,7 @@ class _HtmlPage:
                 return f"<h2>{quoted(part.text)}</h2>"
             case Fold():
                 return self._fold(part)
-            case Choice():
+            case Select():
                 return self._choice(part)
             case _ if part.audience == "data":
                 return ""
@@ -191,7 +191,7 @@ class _HtmlPage:
             f"{''.join(self.blocks(fold.parts))}</details>"
         )
 
-    def _choice(self, choice: Choice) -> str:
+    def _choice(self, choice: Select) -> str:
         """Write each panel behind its radio button: style alone shows the one that is chosen, below all the buttons."""
         if len(choice.options) == 1:
             return "".join(self.blocks(choice.options[0][1]))

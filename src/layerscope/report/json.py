@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from layerscope.report.parts import (
-    Choice,
     Curves,
     Data,
     Document,
@@ -22,6 +21,7 @@ from layerscope.report.parts import (
     Histograms,
     Notes,
     Profile,
+    Select,
     Sentence,
     Table,
     Timeline,
@@ -42,7 +42,7 @@ def render(document: Document) -> str:
     page: dict[str, JSON] = {"title": document.title, "sentences": sentences}
     for part in document.parts:
         match part:
-            case Heading() | Fold() | Choice():
+            case Heading() | Fold() | Select():
                 pass  # a heading names what follows, and the keys do that here; the others are for eyes
             case Data():
                 page[part.key] = strict(part.value() if callable(part.value) else part.value)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 
 from layerscope.report.parts import (
     Cell,
-    Choice,
     Column,
     Curves,
     Data,
@@ -26,6 +25,7 @@ from layerscope.report.parts import (
     Part,
     Picture,
     Profile,
+    Select,
     Sentence,
     Table,
     Timeline,
@@ -56,7 +56,7 @@ def _blocks(parts: Iterable[Part]) -> Iterator[str]:
             case Fold():
                 yield f"### {_text(part.title)}"
                 yield from _blocks(part.parts)
-            case Choice():
+            case Select():
                 for name, chosen in part.options:
                     yield f"**{_text(part.title)}: {_text(name)}**"
                     yield from _blocks(chosen)

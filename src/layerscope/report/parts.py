@@ -321,7 +321,7 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Select:
     """Parts of which one is looked at: the same map by several measures, several moments; not for machines."""
 
     title: str
@@ -336,7 +336,7 @@ def renamed(parts: Iterable[Part], prefix: str) -> tuple[Part, ...]:
             case Fold():
                 key = f"{prefix}{part.key}" if part.key else ""
                 found.append(replace(part, parts=renamed(part.parts, prefix), key=key))
-            case Choice():
+            case Select():
                 found.append(replace(part, options=tuple((name, renamed(of, prefix)) for name, of in part.options)))
             case Table() if part.opens:
                 found.append(replace(part, opens=tuple(f"{prefix}{key}" if key else "" for key in part.opens)))
@@ -356,7 +356,7 @@ class Data:
     value: Value | Callable[[], Value]
 
 
-Part: TypeAlias = "Heading | Sentence | Notes | Facts | Table | Profile | Picture | Fold | Choice | Data"
+Part: TypeAlias = "Heading | Sentence | Notes | Facts | Table | Profile | Picture | Fold | Select | Data"
 KEYED = Notes | Facts | Table | Profile | Curves | HeatMap | Histograms | Timeline
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from layerscope.report.parts import (
     Cell,
-    Choice,
     Column,
     Curves,
     Data,
@@ -28,6 +27,7 @@ from layerscope.report.parts import (
     Notes,
     Part,
     Profile,
+    Select,
     Sentence,
     Table,
     Timeline,
@@ -113,7 +113,7 @@ class _TerminalPage:
                 yield self._text(part.title, "bold")
                 for inner in part.parts:
                     yield from self._part(inner, under, beside)
-            case Choice():
+            case Select():
                 for name, chosen in part.options:
                     yield self._text(f"{part.title}: {name}", "bold")
                     for inner in chosen:

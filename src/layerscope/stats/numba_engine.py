@@ -381,14 +381,14 @@ def _full_and_channels(
 _WIDENED = 1 << 16  # items of 16 bits at a time: as float32 they stay in the second-level cache
 
 
-class _Scratch(threading.local):
+class _NumbaScratch(threading.local):
     """One thread's counters, zero between uses; several threads may summarise at once."""
 
     def __init__(self) -> None:
         self.tables: dict[bool, Array] = {}
 
 
-_scratch = _Scratch()
+_scratch = _NumbaScratch()
 
 
 def _views(items: Array) -> Iterator[tuple[Array, Array, Array]]:

@@ -29,7 +29,7 @@ _COUNTED = 1 << 18  # items of 16 bits at a time: each time costs as much as add
 _WORTH_COUNTING = 1 << 14  # items of 16 bits from which counters are cheaper than floats
 
 
-class _Scratch(threading.local):
+class _NumpyScratch(threading.local):
     """Two arrays per thread, because fresh memory of this size costs more than the work done in it."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _Scratch(threading.local):
         return places
 
 
-_scratch = _Scratch()
+_scratch = _NumpyScratch()
 
 
 def moments(items: Array) -> Sweep:

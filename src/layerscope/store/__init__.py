@@ -16,7 +16,7 @@ from layerscope.store.opening import open_run
 from layerscope.store.recovery import Damage, Recovery, recover
 from layerscope.store.run import Entry, Run
 from layerscope.store.selecting import selected
-from layerscope.store.table import Table
+from layerscope.store.table import RecordTable
 from layerscope.store.writer import Blob, Writer
 
 __all__ = [
@@ -29,9 +29,9 @@ __all__ = [
     "Manifest",
     "MemoryRun",
     "Missing",
+    "RecordTable",
     "Recovery",
     "Run",
-    "Table",
     "Writer",
     "cache_folder",
     "convert",

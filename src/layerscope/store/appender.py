@@ -18,13 +18,13 @@ from typing import NamedTuple, final
 
 from layerscope.store.address import JOURNAL, segment
 from layerscope.store.checksum import Bytes, crc32c
-from layerscope.store.columns import Row
+from layerscope.store.columns import TableRow
 from layerscope.store.journal import Journal, row_frame
 from layerscope.store.manifest import Dropped
 from layerscope.store.segment import HEADER_ROOM, Partial, Sealing, Unsynced, entry, seal
 
 # Hears of a seal that was not made: of which segment, why, and the records that are gone with their files.
-Failed = Callable[[int, Exception, Sequence[Row]], None]
+Failed = Callable[[int, Exception, Sequence[TableRow]], None]
 
 
 class Limits(NamedTuple):
@@ -39,7 +39,7 @@ class Limits(NamedTuple):
 class Coming(NamedTuple):
     """A record on its way: its row, which knows no place yet, and its bytes where a tensor is kept."""
 
-    row: Row
+    row: TableRow
     data: Bytes | None = None
 
 
@@ -50,13 +50,13 @@ class _Open:
     number: int
     journal: Journal
     partial: Partial | None = None
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TableRow] = field(default_factory=list)
     checks: list[int] = field(default_factory=list)
     size: int = 0  # of the rows as bytes
     room: int = 0  # left in the header
     tensors: int = 0
     # Bytes that were stored already: a tensor that is seen twice in a step, a mask that comes with every step.
-    stored: dict[tuple[int, int, str, tuple[int, ...]], Row] = field(default_factory=dict)
+    stored: dict[tuple[int, int, str, tuple[int, ...]], TableRow] = field(default_factory=dict)
     losses: dict[tuple[str, str], Dropped] = field(default_factory=dict)
 
     @property
@@ -143,7 +143,7 @@ class Appender:
 
     def _append(self, batch: Sequence[Coming], tick: Callable[[], None]) -> None:
         now = self._open
-        rows: list[Row] = []
+        rows: list[TableRow] = []
         fresh: list[Bytes] = []
         end = 0
         try:
@@ -193,7 +193,7 @@ class Appender:
                 now.room -= len(entry(row.record, row.dtype, row.shape, row.offset, row.offset + row.length)) + 1
         self.record += len(rows)
 
-    def _is_same(self, twin: Row, data: Bytes, fresh: list[Bytes], end: int) -> bool:
+    def _is_same(self, twin: TableRow, data: Bytes, fresh: list[Bytes], end: int) -> bool:
         """Whether bytes with the same checksum are the same: compared, not believed."""
         if twin.offset < end:
             assert self._open.partial is not None

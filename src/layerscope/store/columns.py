@@ -44,7 +44,7 @@ class Has:
     ONE_SHAPE = 256  # the summary is of tensors that share a shape
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One record: where and when, where its bytes are, its statistics, what the recorder noted.
 
     `dtype`, `shape`, `bytes_of`, `offset`, `length` and `crc32c` mean something where `has_tensor`; `bytes_of` is the
@@ -94,7 +94,7 @@ _STATISTICS = struct.Struct("<6Q5d2Q")
 _SIZE = struct.Struct("<I")
 
 
-def pack(row: Row) -> bytes:
+def pack(row: TableRow) -> bytes:
     """Return the one form in bytes that a row has; raises ValueError for numbers that 64 bits do not hold."""
     s, has = row.summary, row.has
     where = (has, row.record, row.epoch or 0, row.step, row.batch, row.call, row.rank)
@@ -119,7 +119,7 @@ def pack(row: Row) -> bytes:
     return b"".join(parts)
 
 
-def unpack(data: bytes | memoryview) -> Row:
+def unpack(data: bytes | memoryview) -> TableRow:
     """Read `pack` back, to the last bit; raises Damaged for what it never gave."""
     take = _Taking(memoryview(data))
     try:
@@ -137,7 +137,7 @@ def unpack(data: bytes | memoryview) -> Row:
     except (struct.error, ValueError, UnicodeError, BadText) as error:
         raise Damaged(f"a row that does not say what a record must ({error})") from None
     when = (epoch if has & Has.EPOCH else None, step, batch, call, rank)
-    return Row(record, point, *when, tensor, dtype, shape, bytes_of, offset, length, crc, summary, note)
+    return TableRow(record, point, *when, tensor, dtype, shape, bytes_of, offset, length, crc, summary, note)
 
 
 def _summary(take: _Taking, has: int) -> Summary:
@@ -253,7 +253,7 @@ class Columns:
         return self
 
     @classmethod
-    def of(cls, rows: Sequence[Row], checks: Sequence[int] | None = None) -> Columns:
+    def of(cls, rows: Sequence[TableRow], checks: Sequence[int] | None = None) -> Columns:
         """Put rows into columns, each as narrow as its values; `checks` are the crc32c of the rows as bytes."""
         points, dtypes, shapes = _Codes(), _Codes(), _Codes()
         summaries = [row.summary for row in rows]
@@ -327,7 +327,7 @@ class Columns:
         points, dtypes, shapes = (codes.values for codes in lists.values())
         return cls(sum(part.rows for part in parts), arrays, points, dtypes, shapes)
 
-    def row(self, at: int) -> Row:
+    def row(self, at: int) -> TableRow:
         """Return one row; raises Damaged where the columns contradict each other."""
         a = self.arrays
         try:
@@ -345,7 +345,7 @@ class Columns:
         except (IndexError, KeyError, ValueError, BadText) as error:
             raise Damaged(f"the columns of row {at} do not fit together ({error})") from None
         when = (epoch if has & Has.EPOCH else None, step, batch, call, rank)
-        return Row(record, point, *when, tensor, dtype, shape, owner, offset, length, crc, summary, note)
+        return TableRow(record, point, *when, tensor, dtype, shape, owner, offset, length, crc, summary, note)
 
     def summary(self, at: int) -> Summary:
         """Return the statistics of one row, which has some."""

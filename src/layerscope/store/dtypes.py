@@ -14,7 +14,7 @@ from typing import NamedTuple
 from layerscope.errors import Unsupported
 
 
-class Stored(NamedTuple):
+class StoredDtype(NamedTuple):
     """One dtype on disk: the safetensors code, bytes per torch element, and how shapes are told.
 
     `trailing` is how many stored numbers make one torch element. complex128 and complex32 are told as
@@ -35,33 +35,33 @@ class Stored(NamedTuple):
         return (*shape, self.trailing)
 
 
-STORED: dict[str, Stored] = {
-    "float64": Stored("F64", 8),
-    "float32": Stored("F32", 4),
-    "float16": Stored("F16", 2),
-    "bfloat16": Stored("BF16", 2),
-    "float8_e4m3fn": Stored("F8_E4M3", 1),
-    "float8_e4m3fnuz": Stored("F8_E4M3FNUZ", 1),
-    "float8_e5m2": Stored("F8_E5M2", 1),
-    "float8_e5m2fnuz": Stored("F8_E5M2FNUZ", 1),
-    "float8_e8m0fnu": Stored("F8_E8M0", 1),
-    "float4_e2m1fn_x2": Stored("F4", 1, trailing=2),
-    "complex128": Stored("F64", 16, trailing=2),
-    "complex64": Stored("C64", 8),
-    "complex32": Stored("F16", 4, trailing=2),
-    "int64": Stored("I64", 8),
-    "int32": Stored("I32", 4),
-    "int16": Stored("I16", 2),
-    "int8": Stored("I8", 1),
-    "uint64": Stored("U64", 8),
-    "uint32": Stored("U32", 4),
-    "uint16": Stored("U16", 2),
-    "uint8": Stored("U8", 1),
-    "bool": Stored("BOOL", 1),
+STORED: dict[str, StoredDtype] = {
+    "float64": StoredDtype("F64", 8),
+    "float32": StoredDtype("F32", 4),
+    "float16": StoredDtype("F16", 2),
+    "bfloat16": StoredDtype("BF16", 2),
+    "float8_e4m3fn": StoredDtype("F8_E4M3", 1),
+    "float8_e4m3fnuz": StoredDtype("F8_E4M3FNUZ", 1),
+    "float8_e5m2": StoredDtype("F8_E5M2", 1),
+    "float8_e5m2fnuz": StoredDtype("F8_E5M2FNUZ", 1),
+    "float8_e8m0fnu": StoredDtype("F8_E8M0", 1),
+    "float4_e2m1fn_x2": StoredDtype("F4", 1, trailing=2),
+    "complex128": StoredDtype("F64", 16, trailing=2),
+    "complex64": StoredDtype("C64", 8),
+    "complex32": StoredDtype("F16", 4, trailing=2),
+    "int64": StoredDtype("I64", 8),
+    "int32": StoredDtype("I32", 4),
+    "int16": StoredDtype("I16", 2),
+    "int8": StoredDtype("I8", 1),
+    "uint64": StoredDtype("U64", 8),
+    "uint32": StoredDtype("U32", 4),
+    "uint16": StoredDtype("U16", 2),
+    "uint8": StoredDtype("U8", 1),
+    "bool": StoredDtype("BOOL", 1),
 }
 
 
-def stored(dtype: str) -> Stored:
+def stored(dtype: str) -> StoredDtype:
     """Return how `dtype` (torch's name without the prefix) is stored.
 
     Raises Unsupported for the others: the bytes of a quantised or bit-packed tensor mean nothing without

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from layerscope.errors import Damaged
 from layerscope.store.address import Address, Folder, folder
 from layerscope.store.checksum import crc32c
-from layerscope.store.table import Table
+from layerscope.store.table import RecordTable
 
 if TYPE_CHECKING:
     import torch
 
-    from layerscope.checks import Numbers
+    from layerscope.checks import ErrorNumbers
     from layerscope.checks.check import Check
 
 FLOORS = "floors.safetensors"
@@ -53,7 +53,8 @@ class Floors:
     points: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     axes: tuple[int, ...] = ()
-    twins: Mapping[str, Mapping[str, tuple[Numbers | None, ...]]] = field(default_factory=dict)  # class, twin, points
+    # By class, then twin: a number for each point.
+    twins: Mapping[str, Mapping[str, tuple[ErrorNumbers | None, ...]]] = field(default_factory=dict)
     checks: Mapping[str, Checked] = field(default_factory=dict)
     fed: tuple[Fed, ...] = ()
     tokens: torch.Tensor | None = None
@@ -64,8 +65,8 @@ class Floors:
     started: str = ""  # of the run they belong to
 
     @cached_property
-    def _table(self) -> Table:
-        return Table(self._rows())
+    def _table(self) -> RecordTable:
+        return RecordTable(self._rows())
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the floors as rows."""
@@ -99,11 +100,11 @@ class Floors:
         """What the check rows take."""
         return sum(t.nbytes for one in self.checks.values() for t in one.check.tensors.values())
 
-    def largest(self, name: str) -> dict[str, Numbers]:
+    def largest(self, name: str) -> dict[str, ErrorNumbers]:
         """Return the largest of each number over the twins of a class, by point."""
         from layerscope.checks import largest_of
 
-        found: dict[str, Numbers] = {}
+        found: dict[str, ErrorNumbers] = {}
         for at, point in enumerate(self.points):
             several = [n for twin in self.twins.get(name, {}).values() if (n := twin[at]) is not None]
             if several:
@@ -125,12 +126,12 @@ class Floors:
         import torch
         from safetensors.torch import save
 
-        from layerscope.checks import Numbers
+        from layerscope.checks import ErrorNumbers
 
         tensors: dict[str, torch.Tensor] = {}
-        blank = (math.nan,) * len(Numbers._fields)
+        blank = (math.nan,) * len(ErrorNumbers._fields)
         for number, twins in enumerate(self.twins.values()):
-            for other, column in enumerate(Numbers._fields):
+            for other, column in enumerate(ErrorNumbers._fields):
                 values = [[(one or blank)[other] for one in twin] for twin in twins.values()]
                 tensors[f"floors.{number}.{column}"] = torch.tensor(values, dtype=torch.float64)
         for number, one in enumerate(self.checks.values()):
@@ -173,7 +174,7 @@ class Floors:
         from safetensors import SafetensorError
         from safetensors.torch import load
 
-        from layerscope.checks import Numbers
+        from layerscope.checks import ErrorNumbers
         from layerscope.checks.check import Check
 
         try:
@@ -183,9 +184,9 @@ class Floors:
             if f"{_sum(tensors):08x}" != stated:
                 raise Damaged(f"{FLOORS} is damaged: its checksum is not the one it states")
             said = json.loads(bytes(tensors["names"].numpy().tobytes()))
-            twins: dict[str, dict[str, tuple[Numbers | None, ...]]] = {}
+            twins: dict[str, dict[str, tuple[ErrorNumbers | None, ...]]] = {}
             for number, (name, names) in enumerate(said["classes"].items()):
-                columns = [tensors[f"floors.{number}.{column}"] for column in Numbers._fields]
+                columns = [tensors[f"floors.{number}.{column}"] for column in ErrorNumbers._fields]
                 table = torch.stack(columns, -1).tolist()
                 twins[name] = {
                     twin: tuple(None if math.isnan(row[7]) else _numbers(row) for row in rows)
@@ -219,10 +220,10 @@ class Floors:
             raise Damaged(f"{FLOORS} is damaged: {error}") from error
 
 
-def _numbers(row: list[float]) -> Numbers:
-    from layerscope.checks import Numbers
+def _numbers(row: list[float]) -> ErrorNumbers:
+    from layerscope.checks import ErrorNumbers
 
-    return Numbers._make([*row[:7], int(row[7]), int(row[8])])
+    return ErrorNumbers._make([*row[:7], int(row[7]), int(row[8])])
 
 
 def _sum(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -21,7 +21,7 @@ from layerscope.errors import Damaged
 from layerscope.store import strictjson
 from layerscope.store.address import WRITING, open_regular
 from layerscope.store.checksum import crc32c
-from layerscope.store.columns import Row, decoded, encoded, pack, unpack
+from layerscope.store.columns import TableRow, decoded, encoded, pack, unpack
 from layerscope.store.manifest import FORMAT, VERSION, Dropped, check_version
 
 _HEAD = struct.Struct("<8sIB")
@@ -131,7 +131,7 @@ class Journal:
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def row_frame(run: bytes, row: Row) -> tuple[bytes, int]:
+def row_frame(run: bytes, row: TableRow) -> tuple[bytes, int]:
     """Return the frame of a record, and the crc32c of its row as bytes."""
     payload = pack(row)
     check = crc32c(payload)
@@ -175,7 +175,7 @@ class Entries(NamedTuple):
     that follows them tells which. `end` is where the last whole frame ends.
     """
 
-    rows: list[Row]
+    rows: list[TableRow]
     checks: list[int]
     losses: list[Dropped]
     damage: list[tuple[int, str]]
@@ -189,7 +189,7 @@ def read(data: bytes | bytearray, *, run: bytes = b"") -> Entries:
 
     Raises NewerFormat for a format of the future, NotARun for one of the past.
     """
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     checks: list[int] = []
     losses: dict[tuple[str, str], Dropped] = {}
     damage: list[tuple[int, str]] = []

@@ -10,7 +10,7 @@ import os
 from layerscope.errors import Damaged, NotARun
 from layerscope.store.address import Address, Folder, LocalFolder, folder, rank_folder, rank_of, segment_of
 from layerscope.store.disk import Disk, read_manifest
-from layerscope.store.layouts import LAYOUTS, Place, recognised
+from layerscope.store.layouts import LAYOUTS, DumpPlace, recognised
 from layerscope.store.manifest import NAME
 from layerscope.store.run import Run
 
@@ -37,7 +37,7 @@ def open_run(address: Address, *, mode: str | None = None) -> Run:
     return run
 
 
-def _place(address: Address, mode: str | None) -> Place:
+def _place(address: Address, mode: str | None) -> DumpPlace:
     """Tell a mode behind a colon from a name that has one: what exists under its whole name is meant so."""
     files = folder(address)
     before, colon, asked = os.fspath(address).rpartition(":")
@@ -47,11 +47,11 @@ def _place(address: Address, mode: str | None) -> Place:
         files, mode = folder(before), asked
     if isinstance(files, LocalFolder):
         if files.path.is_file():
-            return Place(LocalFolder(files.path.parent), files.path.name, mode)
+            return DumpPlace(LocalFolder(files.path.parent), files.path.name, mode)
     elif files.names() == [files.address.rpartition("/")[2]]:  # fsspec lists a file as itself
         above, _, name = files.address.rpartition("/")
-        return Place(folder(above), name, mode)
-    return Place(files, None, mode)
+        return DumpPlace(folder(above), name, mode)
+    return DumpPlace(files, None, mode)
 
 
 def _exists(files: Folder) -> bool:

@@ -34,7 +34,7 @@ from layerscope.store.address import (
     segment_of,
 )
 from layerscope.store.checksum import crc32c
-from layerscope.store.columns import Row
+from layerscope.store.columns import TableRow
 from layerscope.store.manifest import NAME, Completeness, Dropped, Manifest
 from layerscope.store.rank_lock import RankLock
 from layerscope.store.segment import ROOM, Sealed, Sealing, placed_wrongly, seal
@@ -243,7 +243,7 @@ def _seal_pair(
     left.recovered += len(kept)
 
 
-def _counted(gone: Sequence[Row]) -> list[Dropped]:
+def _counted(gone: Sequence[TableRow]) -> list[Dropped]:
     """Count the records of each point whose bytes are not there."""
     moments: dict[str, list[str]] = {}
     for row in gone:
@@ -251,7 +251,7 @@ def _counted(gone: Sequence[Row]) -> list[Dropped]:
     return [Dropped(point, len(at), "its bytes were gone after a kill", at[0]) for point, at in moments.items()]
 
 
-def _damaged(fd: int, rows: Sequence[Row]) -> frozenset[int]:
+def _damaged(fd: int, rows: Sequence[TableRow]) -> frozenset[int]:
     """Return the records whose bytes are not what was written."""
     tensors = [row for row in rows if row.has_tensor]
     return frozenset(row.record for row in tensors if _sum(fd, row.offset, row.length) != row.crc32c)
@@ -259,7 +259,7 @@ def _damaged(fd: int, rows: Sequence[Row]) -> frozenset[int]:
 
 def _journal_of(
     files: LocalFolder, path: Path, where: str, kinds: set[str], left: Leftovers
-) -> tuple[list[Row], list[int] | None, list[Dropped], bytes, bool]:
+) -> tuple[list[TableRow], list[int] | None, list[Dropped], bytes, bool]:
     """Read a pair's journal, and tell whether all of it reads; where not, it is kept beside under another name."""
     holds = False
     if PARTIAL in kinds:
@@ -285,7 +285,7 @@ def _journal_of(
     return found.rows, found.checks, found.losses, found.run if found.end else os.urandom(8), is_whole
 
 
-def _readable(files: LocalFolder, name: str) -> tuple[list[Row], bool]:
+def _readable(files: LocalFolder, name: str) -> tuple[list[TableRow], bool]:
     """Return the rows of a sealed segment that read, and whether all of its table does."""
     left = Leftovers()
     try:
@@ -295,7 +295,7 @@ def _readable(files: LocalFolder, name: str) -> tuple[list[Row], bool]:
     return rows, not left.lost
 
 
-def _rows(found: Sealed, name: str, left: Leftovers) -> list[Row]:
+def _rows(found: Sealed, name: str, left: Leftovers) -> list[TableRow]:
     """Return the rows of a sealed segment that are what was written, and name the others."""
     columns = found.columns()
     found.look_through()
@@ -303,7 +303,7 @@ def _rows(found: Sealed, name: str, left: Leftovers) -> list[Row]:
     return [columns.row(at) for at in range(found.rows) if at not in found.bad]
 
 
-def _count(left: Leftovers, stem: str, found: Sealed, rows: Sequence[Row]) -> None:
+def _count(left: Leftovers, stem: str, found: Sealed, rows: Sequence[TableRow]) -> None:
     left.records += len(rows)
     left.segments[stem] = [found.rows, found.size]
     for loss in found.losses:  # each segment has the count of all until then
@@ -314,7 +314,7 @@ def _count(left: Leftovers, stem: str, found: Sealed, rows: Sequence[Row]) -> No
     left.next_step = max([left.next_step, *(row.step + 1 for row in rows)])
 
 
-def _verify(path: Path, name: str, rows: Sequence[Row], left: Leftovers, progress: Progress) -> int:
+def _verify(path: Path, name: str, rows: Sequence[TableRow], left: Leftovers, progress: Progress) -> int:
     """Return how many tensors of a sealed segment are what was written, and name the others."""
     told = name.removesuffix(SEALED)
     tensors = [row for row in rows if row.has_tensor]

@@ -23,7 +23,7 @@ from typing import final
 from layerscope.errors import Damaged, RunExists
 from layerscope.store.address import LocalFolder, RemoteFolder, claim_name, segment
 from layerscope.store.appender import Appender, Failed, Limits
-from layerscope.store.columns import Row
+from layerscope.store.columns import TableRow
 from layerscope.store.destination import Destination, check_is_run, exists, holds_records
 from layerscope.store.disk import opened, said_of
 from layerscope.store.manifest import Completeness, Manifest
@@ -60,7 +60,7 @@ class RemoteDestination(Destination):
     def begin(self, *, append: bool, limits: Limits, failed: Failed) -> Appender:
         """Claim the folder, and go on behind what is there; leaves nothing behind when it raises."""
 
-        def unsealed(number: int, error: Exception, gone: Sequence[Row]) -> None:
+        def unsealed(number: int, error: Exception, gone: Sequence[TableRow]) -> None:
             self._unsealed.add(number)
             failed(number, error, gone)
 

@@ -31,7 +31,7 @@ from layerscope.store.floors import Floors, read_floors
 from layerscope.store.manifest import Dropped, Manifest, Missing
 from layerscope.store.records import WHEN, Records
 from layerscope.store.source import Source
-from layerscope.store.table import Table, table_of
+from layerscope.store.table import RecordTable, table_of
 
 if TYPE_CHECKING:
     import torch
@@ -272,7 +272,7 @@ class Run:
         batch: int | None = None,
         call: int | None = None,
         rank: int | None = None,
-    ) -> Table:
+    ) -> RecordTable:
         """Return the statistics of records as rows, of all or of those that are chosen as in `records`.
 
         They are computed from the tensor where none were stored. A record that cannot be read has no statistics, and

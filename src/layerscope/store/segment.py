@@ -44,7 +44,7 @@ from layerscope.store.address import (
     sync_directory,
 )
 from layerscope.store.checksum import Bytes, crc32c
-from layerscope.store.columns import LISTS, RAGGED, Array, Columns, Row, check_point, pack
+from layerscope.store.columns import LISTS, RAGGED, Array, Columns, TableRow, check_point, pack
 from layerscope.store.dtypes import nbytes, stored
 from layerscope.store.manifest import FORMAT, VERSION, Dropped, check_version
 
@@ -138,7 +138,7 @@ class Sealing(NamedTuple):
 
     run: bytes
     rank: int
-    rows: list[Row]
+    rows: list[TableRow]
     checks: list[int] | None = None
     losses: Sequence[Dropped] = ()
     needs: Sequence[str] = ()
@@ -240,7 +240,7 @@ def write_columns(fd: int, what: Sealing, columns: Columns, entries: list[str], 
 
 
 def tensor_entries(
-    rows: Sequence[Row], unkeyed: frozenset[int] = frozenset(), *, end: int, begins: int = ROOM
+    rows: Sequence[TableRow], unkeyed: frozenset[int] = frozenset(), *, end: int, begins: int = ROOM
 ) -> list[str]:
     """Return the header's entries for the tensors, and for bytes that no row vouches for: the format has no holes."""
     entries: list[str] = []
@@ -638,7 +638,7 @@ class Sealed(Columns):
             self.damage.append(("its padding is not what was written", None))
 
 
-def placed_wrongly(row: Row, size: int, *, begins: int = ROOM) -> str | None:
+def placed_wrongly(row: TableRow, size: int, *, begins: int = ROOM) -> str | None:
     """Say why a row's bytes cannot be where it says, given the file's size; None where they can."""
     try:
         if nbytes(row.dtype, row.shape) != row.length:

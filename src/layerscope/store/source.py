@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from layerscope.points import Moment, Point
-from layerscope.store.columns import Array, Columns, Has, Row
+from layerscope.store.columns import Array, Columns, Has, TableRow
 from layerscope.store.manifest import Manifest
 from layerscope.store.records import WHEN, Records
 from layerscope.store.strictjson import JSON
@@ -71,7 +71,7 @@ class Source(ABC):
 
     def statistics(self, places: Array) -> StoredStatistics:
         """Return the stored statistics of records as columns; places ascend."""
-        rows = [Row(0, "", None, 0, 0, 0, 0, summary=self.summary(int(at))) for at in places]
+        rows = [TableRow(0, "", None, 0, 0, 0, 0, summary=self.summary(int(at))) for at in places]
         columns = Columns.of(rows, checks=[0] * len(rows))
         return StoredStatistics([(columns, np.arange(len(rows)), slice(None))], len(rows))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Table(Sequence[dict[str, Any]]):
+class RecordTable(Sequence[dict[str, Any]]):
     """Rows that all have the same columns, kept column by column. A column holds None where a row has no value."""
 
     def __init__(
@@ -60,11 +60,13 @@ class Table(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
     @overload
-    def __getitem__(self, index: slice) -> Table: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | Table:
+    def __getitem__(self, index: slice) -> RecordTable: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | RecordTable:
         if isinstance(index, slice):
             chosen = range(len(self))[index]
-            return Table(columns={name: partial(self._some, name, index) for name in self._columns}, size=len(chosen))
+            return RecordTable(
+                columns={name: partial(self._some, name, index) for name in self._columns}, size=len(chosen)
+            )
         return {name: _plain(self.column(name)[index]) for name in self._columns}
 
     def _some(self, name: str, index: slice) -> Any:
@@ -182,7 +184,7 @@ class StoredStatistics:
         return np.concatenate(keys), np.concatenate(counts), starts, sizes
 
 
-def table_of(source: Source, records: Records, places: Array, summary_of: Callable[[int], Summary]) -> Table:
+def table_of(source: Source, records: Records, places: Array, summary_of: Callable[[int], Summary]) -> RecordTable:
     """Return the statistics of records, as columns from end to end where they were stored."""
     where = _where(records, places)
     statistics, damage = source.statistics(places), {}
@@ -202,7 +204,7 @@ def table_of(source: Source, records: Records, places: Array, summary_of: Callab
         columns = _filled(columns, computed, len(places))
     if damage:
         columns["damaged"] = [damage.get(n) for n in range(len(places))]
-    return Table(columns=columns, size=len(places))
+    return RecordTable(columns=columns, size=len(places))
 
 
 def _held(statistics: StoredStatistics, make: Callable[[], Any]) -> Any:

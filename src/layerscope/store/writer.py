@@ -26,7 +26,7 @@ from layerscope.store import strictjson
 from layerscope.store.address import Address, LocalFolder, RemoteFolder, folder
 from layerscope.store.appender import Coming, Limits
 from layerscope.store.checksum import bytes_of
-from layerscope.store.columns import Row
+from layerscope.store.columns import TableRow
 from layerscope.store.destination import Destination
 from layerscope.store.dtypes import nbytes
 from layerscope.store.journal import GONE
@@ -313,7 +313,7 @@ class Writer:
             if data.size != expected:
                 raise ValueError(f"{data.size} bytes for a {blob.dtype} of shape {list(blob.shape)}: not {expected}")
         note = strictjson.dumps(item.note).encode() if item.note else b""
-        row = Row(
+        row = TableRow(
             0, _text(item.point), _whole(m.epoch), int(m.step), int(m.batch), int(m.call), int(m.rank),
             blob is not None, "" if blob is None else blob.dtype, () if blob is None else tuple(map(int, blob.shape)),
             summary=self._summary(item), note=note,
@@ -424,7 +424,7 @@ class Writer:
             except Exception as error:
                 self._losses.say(f"releasing a buffer failed: {type(error).__name__}: {error}")
 
-    def _unsealed(self, number: int, error: Exception, gone: Sequence[Row]) -> None:
+    def _unsealed(self, number: int, error: Exception, gone: Sequence[TableRow]) -> None:
         """Hear of a segment that could not be sealed; it is tried again, and read as it is until then."""
         for row in gone:
             self._records -= 1

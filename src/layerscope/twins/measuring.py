@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from layerscope.checks import Numbers, largest_of, mask_of, numbers_of, rows_kept
+from layerscope.checks import ErrorNumbers, largest_of, mask_of, numbers_of, rows_kept
 from layerscope.checks.check import Check, check_of
 from layerscope.errors import LayerscopeError, Unsupported
 from layerscope.points import Moment, Point
@@ -144,7 +144,7 @@ class Measuring:
             what = replay.unlike or (f"off by {off[len(off) // 2]:.3g}" if off else "without the points of the run")
             why = f"a replay of the first step is not what was recorded ({what}): the model has state, or other inputs"
             return self._made(arithmetic, {}, {}, (), why)
-        numbers: dict[str, dict[str, dict[str, Numbers]]] = {}
+        numbers: dict[str, dict[str, dict[str, ErrorNumbers]]] = {}
         if off[-1] > 0:
             numbers[arithmetic] = {"replay": replay.numbers}
         residuals = {name: {arithmetic: [own]} for name, own in replay.residuals.items()}
@@ -176,7 +176,7 @@ class Measuring:
     def _made(
         self,
         arithmetic: str,
-        numbers: Mapping[str, Mapping[str, Mapping[str, Numbers]]],
+        numbers: Mapping[str, Mapping[str, Mapping[str, ErrorNumbers]]],
         residuals: Mapping[str, Mapping[str, list[float]]],
         fed: tuple[Fed, ...],
         why: str,
@@ -213,7 +213,7 @@ class Measuring:
             self.opened.manifest.started,
         )
 
-    def _drop_outlying(self, numbers: dict[str, dict[str, dict[str, Numbers]]]) -> None:
+    def _drop_outlying(self, numbers: dict[str, dict[str, dict[str, ErrorNumbers]]]) -> None:
         for name, twins in numbers.items():
             usual = {twin: typical(of.values()) for twin, of in twins.items()}
             for twin in [*twins]:
@@ -263,7 +263,7 @@ class Replay:
 
     def __init__(self, about: Measuring, *, follow: bool = False, checks: Mapping[str, Check] | None = None) -> None:
         self.about, self.follow = about, follow
-        self.numbers: dict[str, Numbers] = {}
+        self.numbers: dict[str, ErrorNumbers] = {}
         self.checks: dict[str, Check] = dict(checks or {})
         self.residuals: dict[str, float] = {}
         self.fed: list[Fed] = []
@@ -394,7 +394,7 @@ class Replay:
             self.residuals[point.name] = max(found, self.residuals.get(point.name, 0.0))
 
 
-def typical(numbers: Iterable[Numbers]) -> float:
+def typical(numbers: Iterable[ErrorNumbers]) -> float:
     """Return the median error over the points that are off at all."""
     errors = [n.relative_l2 for n in numbers if n.relative_l2 > 0]
     return statistics.median(errors) if errors else 0.0

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from layerscope.checks import Numbers
+from layerscope.checks import ErrorNumbers
 from layerscope.errors import LayerscopeError
 from layerscope.points import Point
 from layerscope.progress import Progress, no_progress
@@ -77,7 +77,7 @@ class _Program(Measuring):
         self.left_out += _LEFT_OUT
         if not self.points:
             return self._made(arithmetic, {}, {}, (), "the first step has no tensors, only statistics")
-        found: dict[str, dict[str, Numbers]] = {}
+        found: dict[str, dict[str, ErrorNumbers]] = {}
         twins = [Twin("replay", arithmetic), *(twin for twin in twins_of(arithmetic) if twin.arithmetic == arithmetic)]
         for done, twin in enumerate(twins):
             self.progress(f"twin in {arithmetic}: {twin.name}", done, len(twins))

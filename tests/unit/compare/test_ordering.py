@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from layerscope.compare.ordering import follow_choices, order_of
-from layerscope.compare.plan import Plan, Records
+from layerscope.compare.plan import ComparisonPlan, RunRecords
 from layerscope.points import Moment, Point
 from layerscope.store import MemoryRun
 
@@ -22,8 +22,8 @@ def followed(reference, candidate):
         run = MemoryRun()
         for text, tensor in of.items():
             run.add(Point.parse(text), Moment(), tensor=tensor)
-        runs.append(Records(run))
-    plan = Plan(*runs, ())
+        runs.append(RunRecords(run))
+    plan = ComparisonPlan(*runs, ())
     for one in plan.pairs:
         plan.measure(one)
     follow_choices(plan.pairs)

@@ -11,7 +11,7 @@ from layerscope.compare.align.pairing import PairingRule, parse_rules
 from layerscope.compare.comparing import compare
 from layerscope.compare.noise_floor import Noise
 from layerscope.compare.ordering import follow_choices
-from layerscope.compare.plan import Plan, Records
+from layerscope.compare.plan import ComparisonPlan, RunRecords
 from layerscope.compare.record_pair import RecordPair
 from layerscope.errors import Damaged, NoSuchPoint
 from layerscope.points import Moment, Point
@@ -31,7 +31,7 @@ def run(*records, manifest=None, address="memory"):
 
 
 def plan(reference, candidate, rules="", asked=None):
-    return Plan(Records(reference), Records(candidate), parse_rules(rules), asked)
+    return ComparisonPlan(RunRecords(reference), RunRecords(candidate), parse_rules(rules), asked)
 
 
 def measured_of(planned):
@@ -45,7 +45,7 @@ def told(planned):
 
 
 def test_records_are_by_point_and_in_order():
-    records = Records(run(("b", X), ("a", X), ("b", Moment(step=1, batch=1), X)))
+    records = RunRecords(run(("b", X), ("a", X), ("b", Moment(step=1, batch=1), X)))
     assert [(str(s.point), s.shape, s.count) for s in records.seen] == [
         ("b:output", (1, 6, 8), 2),
         ("a:output", (1, 6, 8), 1),
@@ -218,9 +218,9 @@ def test_the_coarser_dtype_of_a_pair_is_what_rounds():
 
 
 def test_each_run_gets_the_rules_that_are_meant_for_it():
-    left, plain, other = (Records(run((name, X))) for name in ("lm_head", "lm_head", "out.final"))
+    left, plain, other = (RunRecords(run((name, X))) for name in ("lm_head", "lm_head", "out.final"))
     rule = PairingRule("pair", "lm_head", "out.final")
-    assert [list(Plan(left, right, [rule]).alignment.idle) for right in (plain, other)] == [[rule], []]
+    assert [list(ComparisonPlan(left, right, [rule]).alignment.idle) for right in (plain, other)] == [[rule], []]
 
 
 def test_a_rule_that_is_meant_for_none_raises_and_names_it():

@@ -2,18 +2,18 @@
 
 import torch
 
-from layerscope.monitor.captures import Capture, Held, held_in, shape_of
+from layerscope.monitor.captures import CapturedOutput, Held, held_in, shape_of
 from layerscope.points import Moment, Point
 from layerscope.runtimes.values import rebuilt
 from zoo import Pair, Parts
 
 
-def capture_of(value, *, kept=lambda leaf: True) -> Capture:
+def capture_of(value, *, kept=lambda leaf: True) -> CapturedOutput:
     def held(leaf, tensor):
         copy = (lambda: tensor) if kept(leaf) else None
         return Held(Point("a", leaf=leaf), Moment(), tensor.dtype, tuple(tensor.shape), tensor.nbytes, copy)
 
-    return Capture(1, 2, Moment(1, 2, 2), rebuilt(value, held))
+    return CapturedOutput(1, 2, Moment(1, 2, 2), rebuilt(value, held))
 
 
 def test_structures_are_plain_and_none_stays():

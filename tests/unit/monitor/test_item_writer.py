@@ -2,7 +2,7 @@
 
 import torch
 
-from layerscope.monitor.captures import Capture, Held
+from layerscope.monitor.captures import CapturedOutput, Held
 from layerscope.monitor.item_writer import ItemWriter
 from layerscope.monitor.layers import Layer
 from layerscope.points import Moment, Point
@@ -22,10 +22,12 @@ class Memory:
         yield held.copy()
 
 
-def capture(batch, *, epoch=1, samples=None) -> Capture:
+def capture(batch, *, epoch=1, samples=None) -> CapturedOutput:
     tensor = torch.full((2,), float(batch))
     moment = Moment(epoch, batch, batch)
-    return Capture(epoch, batch, moment, Held(Point("a"), moment, tensor.dtype, (2,), 8, lambda: tensor), samples)
+    return CapturedOutput(
+        epoch, batch, moment, Held(Point("a"), moment, tensor.dtype, (2,), 8, lambda: tensor), samples
+    )
 
 
 def writer(folder) -> ItemWriter:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layerscope.errors import Unsupported
-from layerscope.monitor.captures import Capture, Held
+from layerscope.monitor.captures import CapturedOutput, Held
 from layerscope.monitor.items import Outputs, next_number, own_path, write_custom, write_item
 from layerscope.points import Moment, Point
 
@@ -21,8 +21,8 @@ def fetch(one: Held) -> torch.Tensor:
     return one.copy().clone()
 
 
-def captures(*trees) -> list[Capture]:
-    return [Capture(1, n, Moment(1, n, n), tree) for n, tree in enumerate(trees)]
+def captures(*trees) -> list[CapturedOutput]:
+    return [CapturedOutput(1, n, Moment(1, n, n), tree) for n, tree in enumerate(trees)]
 
 
 def test_outputs_are_a_mapping_whose_every_access_is_a_copy():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from layerscope.monitor.captures import Capture, Held
+from layerscope.monitor.captures import CapturedOutput, Held
 from layerscope.monitor.streaming import joined, write_epoch
 from layerscope.points import Moment, Point
 from layerscope.runtimes.values import rebuilt
@@ -29,9 +29,9 @@ def pieces(one: Held):
     yield from one.copy().reshape(-1).split(5) if one.nbytes else ()
 
 
-def epoch(*outputs) -> list[Capture]:
+def epoch(*outputs) -> list[CapturedOutput]:
     trees = (rebuilt(output, lambda leaf, tensor: held(tensor)) for output in outputs)
-    return [Capture(1, n, Moment(1, n, n), tree) for n, tree in enumerate(trees)]
+    return [CapturedOutput(1, n, Moment(1, n, n), tree) for n, tree in enumerate(trees)]
 
 
 def written(folder, *outputs, format="pt", **about):

@@ -12,7 +12,7 @@ from layerscope.monitor import watch
 from layerscope.pages import alarms
 from layerscope.pages.run import page, summary
 from layerscope.recorder import record
-from layerscope.report import Choice, Curves, Fold, HeatMap, Histograms, Sentence, Table, Timeline
+from layerscope.report import Curves, Fold, HeatMap, Histograms, Select, Sentence, Table, Timeline
 from layerscope.rules import exploding, nonfinite
 from layerscope.store import open_run
 
@@ -22,7 +22,7 @@ def walk(parts):
         yield part
         if isinstance(part, Fold):
             yield from walk(part.parts)
-        elif isinstance(part, Choice):
+        elif isinstance(part, Select):
             for _, chosen in part.options:
                 yield from walk(chosen)
 

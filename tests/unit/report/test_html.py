@@ -11,7 +11,6 @@ import pytest
 
 from layerscope.report import (
     Cell,
-    Choice,
     Column,
     Curves,
     Data,
@@ -26,6 +25,7 @@ from layerscope.report import (
     Line,
     Notes,
     Profile,
+    Select,
     Sentence,
     Table,
     Timeline,
@@ -104,7 +104,7 @@ def every_part(name: str) -> Document:
             Facts("f", (Fact(name, name), Fact("v", math.inf, "number")), name),
             Profile("p", name, (name, "b"), (1.0, 2.0)),
             curves,
-            Choice(name, ((name, (heat,)), ("other", (Sentence("two"),)))),
+            Select(name, ((name, (heat,)), ("other", (Sentence("two"),)))),
             Histograms("hi", name, (-1.0, 0.0, 1.0), ((name, (3, 4)), ("other", (1, 0)))),
             Timeline("t", name, (0, 9), (Event(3, name),), unit=name),
             Table.of("t2", [Column("a", name, "name"), Column("b", name, "bar")], [(Cell(name, depth=1), 2.0)]),

@@ -7,7 +7,6 @@ import pytest
 
 from layerscope.report import (
     Cell,
-    Choice,
     Column,
     Curves,
     Data,
@@ -22,6 +21,7 @@ from layerscope.report import (
     Line,
     Notes,
     Profile,
+    Select,
     Sentence,
     Table,
     Timeline,
@@ -119,7 +119,7 @@ def test_pictures_are_their_numbers_and_what_is_for_eyes_is_not_there():
                 HeatMap("h", "rms", ("a",), ("0", "1"), ((1.0, math.inf),)),
                 Histograms("v", "values", (-1.0, 0.0, 1.0), (("fp32", (3, 4)),)),
                 Timeline("t", "alarms", (0, 9), (Event(3, "dead", "warn"),)),
-                Choice("by", (("mse", (Sentence("one"),)),)),
+                Select("by", (("mse", (Sentence("one"),)),)),
                 Fold("more", (Sentence("two"),)),
             ),
         )

@@ -8,7 +8,6 @@ from markdown_it import MarkdownIt
 
 from layerscope.report import (
     Cell,
-    Choice,
     Column,
     Curves,
     Data,
@@ -23,6 +22,7 @@ from layerscope.report import (
     Line,
     Notes,
     Profile,
+    Select,
     Sentence,
     Table,
     Timeline,
@@ -149,7 +149,7 @@ def test_pictures_are_tables_of_all_their_numbers():
         HeatMap("h", "rms", ("a|b",), ("0", "1"), ((1.0, math.inf),)),
         Histograms("v", "values", (-1.0, 0.0, 1.0), (("fp32", (3, 4)),)),
         Timeline("t", "alarms", (0, 9), (Event(3, "dead", "warn"),)),
-        Choice("by", (("mse", (Sentence("one"),)), ("cosine", (Sentence("two"),)))),
+        Select("by", (("mse", (Sentence("one"),)), ("cosine", (Sentence("two"),)))),
         Fold("more", (Sentence("three"),)),
     )
     text = render(Document("x", parts))

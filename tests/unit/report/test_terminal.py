@@ -9,7 +9,6 @@ from rich.console import Console
 
 from layerscope.report import (
     Cell,
-    Choice,
     Column,
     Curves,
     Data,
@@ -24,6 +23,7 @@ from layerscope.report import (
     Line,
     Notes,
     Profile,
+    Select,
     Sentence,
     Table,
     Timeline,
@@ -201,7 +201,7 @@ def test_pictures_are_lines_of_heights_on_one_scale():
         HeatMap("h", "rms", ("a", "b"), ("0", "1"), ((0.0, 7.0), (None, None))),
         Histograms("v", "values", (-1.0, 0.0, 1.0), (("fp32", (3, 400)),)),
         Timeline("t", "alarms", (0, 9), (Event(3, "dead", "warn"),)),
-        Choice("by", (("mse", (Sentence("one"),)), ("cosine", (Sentence("two"),)))),
+        Select("by", (("mse", (Sentence("one"),)), ("cosine", (Sentence("two"),)))),
         Fold("more", (Sentence("three"),)),
     )
     text = render(Document("x", parts), width=60)

@@ -15,7 +15,7 @@ from layerscope.store import Blob, Manifest, Writer
 from layerscope.store.address import LocalFolder
 from layerscope.store.appender import Appender, Coming, Limits
 from layerscope.store.checksum import bytes_of
-from layerscope.store.columns import Row
+from layerscope.store.columns import TableRow
 from layerscope.store.journal import read
 from layerscope.store.manifest import Dropped
 from layerscope.store.segment import Sealed
@@ -26,7 +26,7 @@ def appender(path, **limits) -> Appender:
 
 
 def coming(step: int, array: np.ndarray | None, point: str = "a:output") -> Coming:
-    row = Row(0, point, None, step, step, 0, 0)
+    row = TableRow(0, point, None, step, step, 0, 0)
     if array is None:
         return Coming(row)
     return Coming(row._replace(has_tensor=True, dtype=str(array.dtype), shape=array.shape), bytes_of(array))
@@ -40,7 +40,7 @@ def segments(path) -> list[str]:
     return sorted(p.name for p in path.iterdir() if p.suffix != ".journal")
 
 
-def rows(path) -> list[Row]:
+def rows(path) -> list[TableRow]:
     found = []
     for file in sorted(path.iterdir()):
         if file.suffix == ".safetensors":
@@ -159,7 +159,7 @@ def test_a_record_that_cannot_be_written_down_leaves_no_bytes_behind(tmp_path):
     with pytest.raises(ValueError, match="64 bits"):
         to.append([coming(2**80, np.zeros(4, np.float32))])
     with pytest.raises(ValueError, match="30000 axes does not fit"):
-        to.append([coming(1, np.zeros(1))._replace(row=Row(
+        to.append([coming(1, np.zeros(1))._replace(row=TableRow(
             0, "a:output", None, 1, 1, 0, 0, True, "float64", (1,) * 30_000))])  # fmt: skip
     add(to, 2)
     to.close()

@@ -11,9 +11,9 @@ import pytest
 from layerscope.errors import Damaged
 from layerscope.stats import Summary, summarize
 from layerscope.store.checksum import crc32c
-from layerscope.store.columns import COUNTS, MOMENTS, Columns, Row, pack, unpack
+from layerscope.store.columns import COUNTS, MOMENTS, Columns, TableRow, pack, unpack
 
-PLAIN = Row(3, "a:output", None, 1, 2, 3, 4)
+PLAIN = TableRow(3, "a:output", None, 1, 2, 3, 4)
 TENSOR = PLAIN._replace(
     has_tensor=True, dtype="bfloat16", shape=(2, 0, 3), bytes_of=1, offset=65536, length=12, crc32c=7
 )

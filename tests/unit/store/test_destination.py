@@ -13,7 +13,7 @@ from layerscope.errors import Damaged, NotARun, RunBusy, RunExists
 from layerscope.store import Manifest, open_run
 from layerscope.store.address import LocalFolder
 from layerscope.store.appender import Coming, Limits
-from layerscope.store.columns import Row
+from layerscope.store.columns import TableRow
 from layerscope.store.destination import Destination
 
 
@@ -32,7 +32,7 @@ def begun(address, *, append=False, rank=0):
 
 
 def coming(step=0):
-    return [Coming(Row(0, "a:output", None, step, 0, 0, 0))]
+    return [Coming(TableRow(0, "a:output", None, step, 0, 0, 0))]
 
 
 def test_what_was_begun_and_undone_leaves_nothing(address, tmp_path):

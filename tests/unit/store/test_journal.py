@@ -11,15 +11,15 @@ import pytest
 
 from layerscope.errors import NewerFormat, NotARun
 from layerscope.store import Dropped
-from layerscope.store.columns import Row
+from layerscope.store.columns import TableRow
 from layerscope.store.journal import Journal, frame, read, row_frame
 
 RUN = b"\x01run-\xff\x00z"
 SCHEMA = frame(RUN, 1, b'{"format":"layerscope","version":2,"rank":0,"run":"' + RUN.hex().encode() + b'"}')
 
 
-def row(n: int = 0, point: str = "a.b:output[0]") -> Row:
-    return Row(n, point, None, n, n, 0, 0, note=b'{"n":%d}' % n)
+def row(n: int = 0, point: str = "a.b:output[0]") -> TableRow:
+    return TableRow(n, point, None, n, n, 0, 0, note=b'{"n":%d}' % n)
 
 
 def line(n: int = 0) -> bytes:

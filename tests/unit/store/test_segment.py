@@ -18,17 +18,17 @@ from layerscope.stats import summarize
 from layerscope.store import Blob, Dropped, Manifest, Writer
 from layerscope.store.address import LocalFolder
 from layerscope.store.checksum import bytes_of, crc32c
-from layerscope.store.columns import Row
+from layerscope.store.columns import TableRow
 from layerscope.store.segment import HEADER_ROOM, ROOM, Partial, Sealed, Sealing, entry, seal
 
 ONE = np.arange(6, dtype=np.float32).reshape(2, 3)
 TWO = np.arange(5, dtype=np.int16)
 
 
-def rows_of(partial: Partial, *arrays: np.ndarray | None, first: int = 12, **more) -> list[Row]:
+def rows_of(partial: Partial, *arrays: np.ndarray | None, first: int = 12, **more) -> list[TableRow]:
     rows = []
     for n, array in enumerate(arrays, first):
-        row = Row(n, f"p{n}:output", None, n, n, 0, 0, **more)
+        row = TableRow(n, f"p{n}:output", None, n, n, 0, 0, **more)
         if array is not None:
             offset = partial.write([bytes_of(array)])
             row = row._replace(
@@ -77,7 +77,7 @@ def test_the_bytes_begin_behind_the_room_and_have_no_gaps(tmp_path):
 
 
 def test_a_segment_without_tensors_takes_no_room_for_their_header(tmp_path):
-    rows = [Row(n, "a:output", 1, n, n, 0, 0, summary=summarize(ONE * n)) for n in range(5)]
+    rows = [TableRow(n, "a:output", 1, n, n, 0, 0, summary=summarize(ONE * n)) for n in range(5)]
     size = seal(tmp_path, 0, Sealing(b"whatever", 0, rows), following=lambda: None)
     path = tmp_path / "segment-00000.safetensors"
     assert size == path.stat().st_size < 20_000
@@ -149,7 +149,7 @@ def test_rows_losses_and_what_a_footer_says_read_back(tmp_path):
 
 
 def test_the_same_point_and_moment_twice_is_not_unique(tmp_path):
-    rows = [Row(n, "a:output", None, 1, 1, 0, 0) for n in range(2)]
+    rows = [TableRow(n, "a:output", None, 1, 1, 0, 0) for n in range(2)]
     seal(tmp_path, 0, Sealing(b"whatever", 0, rows), following=lambda: None)
     assert not Sealed(LocalFolder(tmp_path), "segment-00000.safetensors").unique
 

@@ -12,13 +12,13 @@ import pytest
 from layerscope.errors import MissingExtra
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
-from layerscope.store import Blob, Manifest, MemoryRun, Table, Writer, open_run
+from layerscope.store import Blob, Manifest, MemoryRun, RecordTable, Writer, open_run
 
 ROWS = [{"point": "a", "mean": 1.5, "first_10": [1.0, 2.0]}, {"point": "b", "mean": math.nan, "p50": 3.0}]
 
 
 def test_every_row_has_every_column():
-    table = Table(ROWS)
+    table = RecordTable(ROWS)
     assert table.columns == ["point", "mean", "first_10", "p50"]
     assert table[1]["first_10"] is None
     assert table[-2] == {"point": "a", "mean": 1.5, "first_10": [1.0, 2.0], "p50": None}
@@ -28,13 +28,13 @@ def test_every_row_has_every_column():
 
 
 def test_the_dictionaries_are_the_callers_own():
-    table = Table(ROWS)
+    table = RecordTable(ROWS)
     table.to_dicts()[0]["point"] = "changed"
     assert table[0]["point"] == "a"
 
 
 def test_to_pandas():
-    frame = Table(ROWS).to_pandas()
+    frame = RecordTable(ROWS).to_pandas()
     assert list(frame.columns) == ["point", "mean", "first_10", "p50"]
     assert frame["p50"][1] == 3.0
 
@@ -42,7 +42,7 @@ def test_to_pandas():
 def test_to_parquet(tmp_path):
     import pyarrow.parquet as pq
 
-    Table(ROWS).to_parquet(tmp_path / "x.parquet")
+    RecordTable(ROWS).to_parquet(tmp_path / "x.parquet")
     back = pq.read_table(tmp_path / "x.parquet").to_pylist()
     assert back[0] == {"point": "a", "mean": 1.5, "first_10": [1.0, 2.0], "p50": None}
     assert math.isnan(back[1]["mean"])
@@ -52,7 +52,7 @@ def test_to_parquet(tmp_path):
 def test_a_missing_extra_names_itself(monkeypatch, module, verb):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra, match=r"pip install 'layerscope\[parquet\]'"):
-        getattr(Table(ROWS), verb)(*(["x"] if verb == "to_parquet" else []))
+        getattr(RecordTable(ROWS), verb)(*(["x"] if verb == "to_parquet" else []))
 
 
 # A run's summaries -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from layerscope.stats.tensor_views import Array
 _BUCKETS = (1024 - LOWEST) * STEPS + 1  # of the sketch, for magnitudes: those below 2**LOWEST are the first
 
 
-class Engine(Protocol):
+class SweepEngine(Protocol):
     """The verb of `numba_sweep` and `numpy_sweep`."""
 
     def sweep(  # noqa: D102
@@ -41,23 +41,23 @@ def folded(counted: Array, used: int = _BUCKETS) -> Array:
 
 
 @cache
-def engine() -> Engine:
+def engine() -> SweepEngine:
     """Return the code that goes through pairs: numba's where it works for single tensors, and for these."""
     from layerscope.compare.measure import numpy_sweep
 
-    slow = cast(Engine, numpy_sweep)
+    slow = cast(SweepEngine, numpy_sweep)
     if backend() != "numba":
         return slow
     try:
         from layerscope.compare.measure import numba_sweep
 
-        fast = cast(Engine, numba_sweep)
+        fast = cast(SweepEngine, numba_sweep)
         return fast if _answer(fast) == _answer(slow) else slow
     except Exception:  # a numba that does not fit this numpy, Python or machine
         return slow
 
 
-def _answer(sweeping: Engine) -> list[list[float]]:
+def _answer(sweeping: SweepEngine) -> list[list[float]]:
     """Sweep a few numbers whose sums have no rounding: every engine must agree on them to the bit."""
     inf, nan = np.inf, np.nan
     reference = np.array([1.0, -2.0, nan, 0.5, 4.0, inf, 1.0, 8.0, inf, 2.0, -1.0], np.float32)

@@ -49,7 +49,7 @@ class Worst:
 
 
 @dataclass(frozen=True, slots=True)
-class Nonfinite:
+class NonfiniteCounts:
     """Elements that are not finite on at least one side.
 
     `differing` counts those where the two sides are not the same NaN or the same infinity; `first` is where the first
@@ -124,7 +124,7 @@ class Metrics:
     scale: float
     percentiles: tuple[float, ...]
     percentile_bound: float
-    nonfinite: Nonfinite
+    nonfinite: NonfiniteCounts
     tokens: Tokens | None = None
     sets: Sets | None = None
 
@@ -159,7 +159,7 @@ class Metrics:
             "reference": Side(**value["reference"]),
             "candidate": Side(**value["candidate"]),
             "percentiles": tuple(value["percentiles"]),
-            "nonfinite": Nonfinite(**nonfinite),
+            "nonfinite": NonfiniteCounts(**nonfinite),
             "tokens": None if value["tokens"] is None else _tokens(value["tokens"]),
             "sets": None if value["sets"] is None else Sets(**value["sets"]),
         }

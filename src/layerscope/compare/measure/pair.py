@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
 import numpy as np
 
 from layerscope.compare.measure.engine import engine, folded, table
-from layerscope.compare.measure.metrics import PERCENTILES, Metrics, Nonfinite, Side, Worst
+from layerscope.compare.measure.metrics import PERCENTILES, Metrics, NonfiniteCounts, Side, Worst
 from layerscope.compare.measure.numpy_sweep import sweep_complex
 from layerscope.compare.measure.operands import CHUNK, Operand, chunk_pairs, operand
 from layerscope.compare.measure.percentiles import exactly
@@ -326,15 +326,15 @@ def _side(own: Alone, dtype: str, unscaled: Callable[[float], float]) -> Side:
     return Side(dtype, mean, std, lowest, highest, rms, mean_abs, *counts)
 
 
-_ALL_FINITE = Nonfinite(0, 0, None)
+_ALL_FINITE = NonfiniteCounts(0, 0, None)
 
 
-def _nonfinite(sums: Together, shape: tuple[int, ...]) -> Nonfinite:
+def _nonfinite(sums: Together, shape: tuple[int, ...]) -> NonfiniteCounts:
     either, differing = int(sums.nonfinite), int(sums.differing)
     if not either:
         return _ALL_FINITE
     place = int(sums.first if differing else sums.first_at_all)
-    return Nonfinite(either, differing, tuple(int(i) for i in np.unravel_index(place, shape)))
+    return NonfiniteCounts(either, differing, tuple(int(i) for i in np.unravel_index(place, shape)))
 
 
 def _ratio(error: float, whole: float) -> float:

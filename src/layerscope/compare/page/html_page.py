@@ -21,7 +21,6 @@ from layerscope.compare.result import Against, Comparison, Row
 from layerscope.points import SIDE_TITLES, Moment, Point, caption
 from layerscope.report.parts import (
     Cell,
-    Choice,
     Column,
     Curves,
     Document,
@@ -30,6 +29,7 @@ from layerscope.report.parts import (
     HeatMap,
     Line,
     Part,
+    Select,
     Sentence,
     Table,
     Value,
@@ -120,7 +120,7 @@ def profile(comparison: Comparison) -> list[Part]:
         if any(line.floor for line in one.lines):  # far below the errors it flattens what tells them apart
             alone = tuple(replace(line, floor=()) for line in one.lines)
             options.append((f"{one.title} without the floor", (replace(one, lines=alone),)))
-    return [Heading("error over depth"), Choice("error of", tuple(options))] if options else []
+    return [Heading("error over depth"), Select("error of", tuple(options))] if options else []
 
 
 def curves(comparison: Comparison) -> list[Curves]:
@@ -198,7 +198,7 @@ def _maps(comparison: Comparison) -> Iterator[Part]:
             value is not None for part in drawn if isinstance(part, HeatMap) for row in part.values for value in row
         ):
             options.append((measure, tuple(drawn)))
-    yield Choice("measure", tuple(options))
+    yield Select("measure", tuple(options))
 
 
 def _map(
@@ -239,7 +239,7 @@ def _over_moments(comparison: Comparison) -> Iterator[Part]:
         drawn = _map("relative L2", [*found], tuple(map(_when, moments)), table, log=True)
         options.append((against.candidate, tuple(drawn)))
     yield Heading("layers and moments")
-    yield Choice("candidate", tuple(options))
+    yield Select("candidate", tuple(options))
 
 
 def _when(moment: Moment) -> str:
@@ -254,7 +254,7 @@ def _trees(comparison: Comparison) -> Iterator[Part]:
     options = [(against.candidate, tuple(_tree(against))) for against in comparison if against.compared]
     if options:
         yield Heading("modules")
-        yield Choice("candidate", tuple(options))
+        yield Select("candidate", tuple(options))
 
 
 def _tree(against: Against) -> Iterator[Part]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from layerscope.checks import Numbers
+from layerscope.checks import ErrorNumbers
 from layerscope.compare.measure.metrics import Metrics
 from layerscope.compare.result import KINDS, Against, Comparison, Floor, Row, Verdict
 from layerscope.errors import BadText, LayerscopeError
@@ -72,7 +72,7 @@ def _row(value: Mapping[str, Any]) -> Row:
         checked=None if value["checked"] is None else _number(value["checked"]),
         arithmetic=value["arithmetic"],
         chaotic=value["chaotic"],
-        numbers=None if value["numbers"] is None else Numbers(**_numbers(value["numbers"])),
+        numbers=None if value["numbers"] is None else ErrorNumbers(**_numbers(value["numbers"])),
     )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from layerscope.checks import rows_kept
 from layerscope.diagnose.replay.gradients import Gradients, boundary
-from layerscope.diagnose.replay.module_hooks import Key, ModuleCall, reseed, visiting
+from layerscope.diagnose.replay.module_hooks import HookedCall, Key, reseed, visiting
 from layerscope.points import Leaf
 from layerscope.runtimes.eager import modules_of
 from layerscope.runtimes.values import argument_leaves, leaves, replaced
@@ -38,7 +38,7 @@ class HeldTensor:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class CapturedCall:
     """One call of a module: what went in, what came out, and which call it was made from."""
 
     key: Key
@@ -55,7 +55,7 @@ class Captured:
     mean nothing, and kernels differ in them.
     """
 
-    calls: dict[Key, Call]
+    calls: dict[Key, CapturedCall]
     output: Any
     gradients: Gradients | None = None
     tokens: torch.Tensor | None = None
@@ -111,7 +111,7 @@ def _once(model: nn.Module, run: Callable[[], Any], seen: _Capturing) -> Capture
     return Captured(seen.calls, output, seen.gradients)
 
 
-def _all(calls: Iterable[Call]) -> Iterable[tuple[Key, str, Leaf, HeldTensor]]:
+def _all(calls: Iterable[CapturedCall]) -> Iterable[tuple[Key, str, Leaf, HeldTensor]]:
     for call in calls:
         for leaf, held in call.inputs.items():
             yield call.key, "input", leaf, held
@@ -130,16 +130,16 @@ class _Capturing:
         backward: bool,
         copied: Collection[tuple[Key, str, Leaf]] = (),
     ) -> None:
-        self.calls: dict[Key, Call] = {}
+        self.calls: dict[Key, CapturedCall] = {}
         self.seed = seed
         self.gradients = Gradients() if backward else None
         self.copied = copied
         self.left = budget
         self.known: dict[int, HeldTensor] = {}
 
-    def enter(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def enter(self, frame: HookedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         reseed(self.seed, frame.key)
-        call = Call(frame.key, frame.above.key if frame.above else None)
+        call = CapturedCall(frame.key, frame.above.key if frame.above else None)
         self.calls[frame.key] = call
         for leaf, tensor in argument_leaves(args, kwargs):
             call.inputs[leaf] = self.hold(tensor, (frame.key, "input", leaf))
@@ -147,7 +147,7 @@ class _Capturing:
             return None
         return self.bounded(args, (frame.key, "input")), self.bounded(kwargs, (frame.key, "input"))
 
-    def leave(self, frame: ModuleCall, value: Any) -> Any:
+    def leave(self, frame: HookedCall, value: Any) -> Any:
         call = self.calls[frame.key]
         for leaf, tensor in leaves(value):
             call.outputs[leaf] = self.hold(tensor, (frame.key, "output", leaf))

@@ -24,12 +24,12 @@ Key = tuple[str, int]  # a module's name, and which of its calls
 
 
 @dataclass(slots=True, eq=False)
-class ModuleCall:
+class HookedCall:
     """One call under way, and the one around it."""
 
     name: str
     call: int
-    above: ModuleCall | None
+    above: HookedCall | None
 
     @property
     def key(self) -> Key:
@@ -40,10 +40,10 @@ class ModuleCall:
 class Visitor(Protocol):
     """What is done at each module; None leaves a value as it is."""
 
-    def enter(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def enter(self, frame: HookedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """See the arguments, and put others in their place."""
 
-    def leave(self, frame: ModuleCall, value: Any) -> Any:
+    def leave(self, frame: HookedCall, value: Any) -> Any:
         """See the output, and put another in its place."""
 
 
@@ -54,17 +54,17 @@ def reseed(seed: int | None, key: Key) -> None:
 
 
 @contextmanager
-def visiting(modules: Mapping[str, nn.Module], visitor: Visitor) -> Iterator[list[ModuleCall]]:
+def visiting(modules: Mapping[str, nn.Module], visitor: Visitor) -> Iterator[list[HookedCall]]:
     """Call the visitor at every call of these modules until the block ends.
 
     What is handed out are the calls under way, outermost first: after an exception, where it was raised.
     """
-    under_way: list[ModuleCall] = []
+    under_way: list[HookedCall] = []
     counts: Counter[str] = Counter()
 
     def attach(name: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            frame = ModuleCall(name, counts[name], under_way[-1] if under_way else None)
+            frame = HookedCall(name, counts[name], under_way[-1] if under_way else None)
             counts[name] += 1
             under_way.append(frame)
             return visitor.enter(frame, args, kwargs)

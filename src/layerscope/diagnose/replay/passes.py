@@ -24,7 +24,7 @@ from layerscope.compare.align.pairing import PairingRule
 from layerscope.compare.align.run_points import RunPoint
 from layerscope.diagnose.judge.measurement import measured, rounding
 from layerscope.diagnose.replay.capture import Captured, capture
-from layerscope.diagnose.replay.module_hooks import Key, ModuleCall, reseed, visiting
+from layerscope.diagnose.replay.module_hooks import HookedCall, Key, reseed, visiting
 from layerscope.diagnose.replay.replay import Guidance, Guided, ModulePart, Nudge, Site, cast, guide
 from layerscope.diagnose.replay.sides import LOWERED, Casting, ModelSide, cast_weights, casting_of, castings, main_dtype
 from layerscope.errors import BadModel, LayerscopeError
@@ -267,10 +267,10 @@ class _Swap:
         self.names = names
         self.seed = seed
 
-    def enter(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, frame: HookedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         reseed(self.seed, (self.names[frame.name], frame.call))
 
-    def leave(self, frame: ModuleCall, value: Any) -> Any:
+    def leave(self, frame: HookedCall, value: Any) -> Any:
         others = self.outputs.get((self.names[frame.name], frame.call))
         if others is None:
             return None
@@ -283,10 +283,10 @@ class _Shapes:
     def __init__(self) -> None:
         self.seen: dict[str, tuple[int, ...] | None] = {}
 
-    def enter(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, frame: HookedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.seen.setdefault(frame.name, None)
 
-    def leave(self, frame: ModuleCall, value: Any) -> None:
+    def leave(self, frame: HookedCall, value: Any) -> None:
         if self.seen[frame.name] is None:
             self.seen[frame.name] = next((tuple(tensor.shape) for _, tensor in leaves(value)), None)
 

@@ -22,9 +22,9 @@ from torch import nn
 
 from layerscope.diagnose.judge.measurement import MASKED, Distance, bits, measured
 from layerscope.diagnose.operations import Called, traced
-from layerscope.diagnose.replay.capture import Call, Captured, HeldTensor
+from layerscope.diagnose.replay.capture import Captured, CapturedCall, HeldTensor
 from layerscope.diagnose.replay.gradients import Backwards
-from layerscope.diagnose.replay.module_hooks import Key, ModuleCall, reseed, visiting
+from layerscope.diagnose.replay.module_hooks import HookedCall, Key, reseed, visiting
 from layerscope.points import Leaf, leaf_text
 from layerscope.runtimes.values import argument_leaves, leaves, replaced
 
@@ -154,28 +154,28 @@ class _Guiding:
         self.partners = partners
         self.guidance = guidance
         self.result = Guided()
-        self.under_way: list[ModuleCall] = []
+        self.under_way: list[HookedCall] = []
         self.busy = False
         self.spare = SPARE
         self.backwards = None if captured.gradients is None else Backwards(captured.gradients, self.measure)
         self.waiting = set(guidance.until)
         self.nudge = None if guidance.again is None else Nudge(guidance.again, every=guidance.every)
 
-    def key(self, frame: ModuleCall) -> Key:
+    def key(self, frame: HookedCall) -> Key:
         return self.partners[frame.name][0].reference, frame.call
 
     def is_traced(self) -> bool:
         """Whether the own code of the call to be traced is running, and not ours."""
         return not self.busy and bool(self.under_way) and self.key(self.under_way[-1]) == self.guidance.trace
 
-    def enter(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def enter(self, frame: HookedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         self.busy = True
         try:
             return self.entered(frame, args, kwargs)
         finally:
             self.busy = False
 
-    def leave(self, frame: ModuleCall, value: Any) -> Any:
+    def leave(self, frame: HookedCall, value: Any) -> Any:
         self.busy = True
         try:
             value = self.left(frame, value)
@@ -187,7 +187,7 @@ class _Guiding:
                 raise _Enough
         return value
 
-    def entered(self, frame: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def entered(self, frame: HookedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         key = self.key(frame)
         self.result.entered.add(key)
         reseed(self.guidance.seed, key)
@@ -230,7 +230,7 @@ class _Guiding:
                 kwargs = {**kwargs, at: value}
         return args, kwargs
 
-    def left(self, frame: ModuleCall, value: Any) -> Any:
+    def left(self, frame: HookedCall, value: Any) -> Any:
         key = self.key(frame)
         parts = [(part, self.captured.calls.get((part.reference, frame.call))) for part in self.partners[frame.name]]
         if parts[0][1] is None or self.is_inside(frame):
@@ -262,7 +262,7 @@ class _Guiding:
 
         return replaced(value, put)
 
-    def is_inside(self, frame: ModuleCall) -> bool:
+    def is_inside(self, frame: HookedCall) -> bool:
         whole, above = self.guidance.whole, frame.above
         while whole and above is not None:
             if self.key(above)[0] in whole:
@@ -326,7 +326,7 @@ def _fits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return _alike(a, b) and a.numel() == b.numel() and a.shape[-1:] == b.shape[-1:]
 
 
-def _piece(part: ModulePart, call: Call | None, leaf: Leaf) -> torch.Tensor | None:
+def _piece(part: ModulePart, call: CapturedCall | None, leaf: Leaf) -> torch.Tensor | None:
     if call is None or leaf not in call.outputs:
         return None
     tensor = call.outputs[leaf].tensor

@@ -14,23 +14,23 @@ from importlib import import_module
 from typing import Final
 
 from layerscope.errors import NotARun
-from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.place import DumpPlace
 from layerscope.store.run import Run
 
-__all__ = ["LAYOUTS", "Place", "recognised"]
+__all__ = ["LAYOUTS", "DumpPlace", "recognised"]
 
 # Those that can tell by names alone come first; `monitor` opens a `.pt` file to see what is in it.
 LAYOUTS: Final = ("quamba", "first_layer", "neuron", "msprobe", "sglang", "huggingface", "monitor")
 
 
-def recognised(place: Place) -> Run | None:
+def recognised(place: DumpPlace) -> Run | None:
     """Return a reader of what lies there, by the first layout that knows it; None when none does.
 
     Raises NotARun where a layout knows the names and understands nothing of what they hold: an empty run would look
     like one that saw nothing.
     """
     for name in LAYOUTS:
-        recognise: Callable[[Place], Run | None] = import_module(f"{__name__}.{name}").recognise
+        recognise: Callable[[DumpPlace], Run | None] = import_module(f"{__name__}.{name}").recognise
         reader = recognise(place)
         if reader is not None:
             if reader.points:

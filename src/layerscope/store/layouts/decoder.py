@@ -25,7 +25,7 @@ ARGUMENTS = ("hidden_states", "x", "input", "inputs")
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
+class DecoderNames:
     """The main stack of a model: its module names by depth, and the points that lie at its ends."""
 
     layers: dict[int, Point]
@@ -34,7 +34,7 @@ class Decoder:
     logits: Point | None
 
 
-def decoder(points: Sequence[Point], *, address: str) -> Decoder:
+def decoder(points: Sequence[Point], *, address: str) -> DecoderNames:
     """Find the numbered stack with the most layers; raises NoSuchPoint where there is none, Ambiguous for two alike."""
     stacks: dict[str, dict[int, str]] = {}
     for point in points:
@@ -55,7 +55,7 @@ def decoder(points: Sequence[Point], *, address: str) -> Decoder:
         )
     names = dict(sorted(stacks[found[0]].items()))
     layers = {depth: at for depth, name in names.items() if (at := leaf_of(points, name)) is not None}
-    return Decoder(layers, names, _end(points, EMBEDDINGS), _logits(points))
+    return DecoderNames(layers, names, _end(points, EMBEDDINGS), _logits(points))
 
 
 def leaf_of(points: Sequence[Point], name: str, side: Side = "output") -> Point | None:

@@ -32,7 +32,7 @@ _PIECE = 4 << 20
 
 
 @final
-class Batch:
+class FileBatch:
     """New files of one folder, which is made where it is missing."""
 
     def __init__(self, folder: Path) -> None:
@@ -50,7 +50,7 @@ class Batch:
         """Remove a file at the end of the batch, unless the batch writes it anew."""
         self._old.append(self.folder / name)
 
-    def __enter__(self) -> Batch:
+    def __enter__(self) -> FileBatch:
         self.folder.mkdir(parents=True, exist_ok=True)
         return self
 

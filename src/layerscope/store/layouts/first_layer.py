@@ -19,7 +19,7 @@ from layerscope.store.address import LocalFolder
 from layerscope.store.layouts.archives import archive
 from layerscope.store.layouts.arrays import array, npz
 from layerscope.store.layouts.foreign import foreign_run
-from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.place import DumpPlace
 from layerscope.store.layouts.quamba import about, said_of
 from layerscope.store.layouts.statistics import described, object_in
 from layerscope.store.run import Run
@@ -43,7 +43,7 @@ def statistics_name(name: str) -> str:
     return f"{name.removesuffix('.npz')}_stats.json"
 
 
-def recognise(place: Place) -> Run | None:
+def recognise(place: DumpPlace) -> Run | None:
     """Read an `.npz` file, or the folder that has one of the usual name; None for anything else."""
     name = place.file if place.file is not None else NAME if NAME in place.names else None
     if name is None or not name.endswith(".npz"):
@@ -81,7 +81,7 @@ def recognise(place: Place) -> Run | None:
     )
 
 
-def _said(place: Place, name: str, mode: str, notes: list[str]) -> dict[str, Any]:
+def _said(place: DumpPlace, name: str, mode: str, notes: list[str]) -> dict[str, Any]:
     beside = statistics_name(name)
     try:
         said = object_in(place.files, beside)
@@ -102,7 +102,7 @@ def _said(place: Place, name: str, mode: str, notes: list[str]) -> dict[str, Any
 def write(job: Job) -> None:
     """Write the first layer's input and output into one `.npz`, beside the modes that are already in it."""
     from layerscope.store.layouts.decoder import decoder, leaf_of
-    from layerscope.store.layouts.files import Batch, opened, write_json
+    from layerscope.store.layouts.files import FileBatch, opened, write_json
 
     mode, path = job.named_mode, _target(job.path)
     stack = decoder(job.points, address=job.source.address)
@@ -127,7 +127,7 @@ def write(job: Job) -> None:
     if ours & old.keys() and not job.overwrite:
         raise RunExists(f"{path} already has mode {mode}; overwrite=True or --overwrite replaces it")
     said = _merged(files, statistics_name(path.name), job, entries)
-    with Batch(path.parent) as batch:
+    with FileBatch(path.parent) as batch:
         with (
             opened(batch.new(path.name)) as out,
             zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new,

@@ -24,7 +24,7 @@ from layerscope.store.address import Folder
 from layerscope.store.dtypes import STORED
 from layerscope.store.layouts.copies import path_of
 from layerscope.store.layouts.foreign import foreign_run
-from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.place import DumpPlace
 from layerscope.store.layouts.unread import Unread, later, mapped
 from layerscope.store.manifest import Missing
 from layerscope.store.run import Run
@@ -55,7 +55,7 @@ class _Seen:
     said: Mapping[str, Any]
 
 
-def recognise(place: Place) -> Run | None:
+def recognise(place: DumpPlace) -> Run | None:
     """Read a trace: the folder, or one of the two trees in it."""
     trees = [name for name in place.files.names() if name.endswith(_TREES)]
     if place.file is not None:
@@ -72,7 +72,7 @@ def recognise(place: Place) -> Run | None:
     tree = _read(place.files, name)
     if tree.get("module_path") != model:
         return None
-    reading = _Reading(place.files, model, tree)
+    reading = _DebuggerDump(place.files, model, tree)
     items = reading.items()
     about: dict[str, Any] = {"model": {"class": model}, "runtime": "transformers"}
     return foreign_run(place.address, "huggingface", items, notes=reading.notes(), missing=reading.missing, **about)
@@ -90,7 +90,7 @@ def _read(files: Folder, name: str) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-class _Reading:
+class _DebuggerDump:
     """The tensors of one call tree as items, and what was odd about them."""
 
     def __init__(self, files: Folder, model: str, tree: dict[str, Any]) -> None:

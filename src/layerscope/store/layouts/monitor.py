@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from layerscope.errors import Damaged, LayerscopeError, RunExists, Unsupported
 from layerscope.points import Leaf, Moment, Point
 from layerscope.store.layouts.foreign import foreign_run
-from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.place import DumpPlace
 from layerscope.store.layouts.torchfiles import Opaque, leaves, saved
 from layerscope.store.layouts.unread import Unread
 from layerscope.store.manifest import Missing
@@ -40,7 +40,7 @@ def item_name(epoch: int | None, number: int) -> str:
     return f"single_epoch_{epoch or 0}_{number:03d}.pt"
 
 
-def recognise(place: Place) -> Run | None:
+def recognise(place: DumpPlace) -> Run | None:
     """Read a folder of such items; None when none of its likeliest `.pt` files holds one."""
     names = _files(place)
     likely = sorted(names, key=lambda name: _NAME.fullmatch(name.rpartition("/")[2]) is None)
@@ -74,7 +74,7 @@ def recognise(place: Place) -> Run | None:
     return foreign_run(place.address, "monitor", items, notes=notes, missing=missing, aliases=aliases)
 
 
-def _files(place: Place) -> list[str]:
+def _files(place: DumpPlace) -> list[str]:
     """List the `.pt` files here and one folder below."""
     found = []
     for name in place.names:
@@ -85,7 +85,7 @@ def _files(place: Place) -> list[str]:
     return found
 
 
-def _holds_items(place: Place, name: str) -> bool:
+def _holds_items(place: DumpPlace, name: str) -> bool:
     try:
         return bool(_said(saved(place.files, name, most=_LARGEST)))
     except (LayerscopeError, OSError):
@@ -113,7 +113,7 @@ def _about(item: dict[str, Any], where: str) -> tuple[Point, Moment, dict[str, A
 
 def write(job: Job) -> None:
     """Write each output at each moment as an item; a module called several times in a batch leaves its last call."""
-    from layerscope.store.layouts.files import Batch, write_pt
+    from layerscope.store.layouts.files import FileBatch, write_pt
     from layerscope.store.layouts.neuron import own
 
     path = job.path
@@ -135,7 +135,7 @@ def write(job: Job) -> None:
         raise job.nothing("no output of a module")
     called = {text: alias for alias, texts in job.source.manifest.aliases.items() for text in texts}
     numbers: dict[int, int] = {}
-    with Batch(path) as batch:
+    with FileBatch(path) as batch:
         for (name, epoch, number), group in sorted(groups.items(), key=lambda each: (each[0][1] or 0, each[0][2])):
             kept = {}
             for point, entry in group.items():

@@ -23,7 +23,7 @@ from layerscope.store.address import Folder
 from layerscope.store.dtypes import STORED
 from layerscope.store.layouts.arrays import npy
 from layerscope.store.layouts.foreign import foreign_run
-from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.place import DumpPlace
 from layerscope.store.layouts.torchfiles import saved, tensor_in
 from layerscope.store.layouts.unread import Unread, later
 from layerscope.store.manifest import Missing
@@ -51,7 +51,7 @@ _OTHERS = "entries that are no call of a module or an operation"
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _MsprobePart:
     """The folder of one rank at one step: where it lies below what was opened, and what it is called."""
 
     path: str
@@ -62,14 +62,14 @@ class _Part:
         return f"{self.path}/{name}" if self.path else name
 
 
-def recognise(place: Place) -> Run | None:
+def recognise(place: DumpPlace) -> Run | None:
     """Read a dump of msprobe, one of its steps, or one rank of a step."""
     if place.file not in (None, _DUMP):
         return None
     parts = [part for part in _parts(place.files) if _is_dump(place.files, part)]
     if not parts:
         return None
-    reading = _Reading(place.files, parts)
+    reading = _MsprobeDump(place.files, parts)
     items = list(reading.items())
     if not items and reading.damage:
         raise Damaged(f"{place.address}: {reading.damage[0]}")
@@ -78,18 +78,18 @@ def recognise(place: Place) -> Run | None:
     return foreign_run(place.address, "msprobe", items, notes=reading.notes(), missing=reading.missing, **about)
 
 
-def _parts(files: Folder) -> list[_Part]:
+def _parts(files: Folder) -> list[_MsprobePart]:
     """List the folders that may hold a `dump.json`, whichever level of the dump was opened."""
     names, here = files.names(), files.address.replace("\\", "/").rstrip("/").split("/")
     if _DUMP in names:
         step = next((int(m[1]) for part in here[-2:] if (m := _STEP.fullmatch(part))), 0)
-        return [_Part("", step, _process(here[-1]) or ("rank", 0))]
+        return [_MsprobePart("", step, _process(here[-1]) or ("rank", 0))]
     steps = {name: int(m[1]) for name in names if (m := _STEP.fullmatch(name))}
     if not steps:
         own = _STEP.fullmatch(here[-1])
-        return [_Part(n, int(own[1]) if own else 0, p) for n in names if (p := _process(n))]
+        return [_MsprobePart(n, int(own[1]) if own else 0, p) for n in names if (p := _process(n))]
     return [
-        _Part(f"{name}/{sub}", step, process)
+        _MsprobePart(f"{name}/{sub}", step, process)
         for name, step in sorted(steps.items(), key=lambda each: each[1])
         for sub in files.names(name)
         if (process := _process(sub))
@@ -101,7 +101,7 @@ def _process(name: str) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
-def _is_dump(files: Folder, part: _Part) -> bool:
+def _is_dump(files: Folder, part: _MsprobePart) -> bool:
     names = files.names(part.path)
     if _DUMP not in names:
         return False
@@ -110,16 +110,16 @@ def _is_dump(files: Folder, part: _Part) -> bool:
     return says or (not head.strip() and len(_BESIDE.intersection(names)) > 1)
 
 
-class _Reading:
+class _MsprobeDump:
     """The parts of one dump as items, and what was odd about them."""
 
-    def __init__(self, files: Folder, parts: Sequence[_Part]) -> None:
+    def __init__(self, files: Folder, parts: Sequence[_MsprobePart]) -> None:
         self._files, self._parts = files, parts
         self.about: dict[str, Any] = {}
         self.missing: list[Missing] = []
         self.damage: list[str] = []
         self._left_out: Counter[str] = Counter()
-        self._listed: set[tuple[_Part, str]] = set()
+        self._listed: set[tuple[_MsprobePart, str]] = set()
         self._several: set[tuple[str, bool, Moment]] = set()
         # A process without a rank is called by its number; they are counted.
         processes = sorted({p.process[1] for p in parts if p.process[0] == "proc"})
@@ -140,7 +140,7 @@ class _Reading:
             unlisted = [file for file in there if (part, file) not in self._listed]
             yield from self._by_names(part, unlisted, is_empty=not dump["data"])
 
-    def _entry(self, name: str, entry: Any, part: _Part, there: set[str]) -> Iterator[Item]:
+    def _entry(self, name: str, entry: Any, part: _MsprobePart, there: set[str]) -> Iterator[Item]:
         call = self._call(name, part)
         if call is None or not isinstance(entry, dict):
             self._left_out[_OTHERS] += 1
@@ -155,7 +155,7 @@ class _Reading:
             for section, leaf, said in _tensors(entry, backward=call.stage == "backward"):
                 yield self._item(call, call.point(section, leaf), said, part, there)
 
-    def _item(self, call: _Call, point: Point, said: dict[str, Any], part: _Part, there: set[str]) -> Item:
+    def _item(self, call: _Call, point: Point, said: dict[str, Any], part: _MsprobePart, there: set[str]) -> Item:
         dtype, shape = said["dtype"].rpartition(".")[2].lower(), tuple(said["shape"])
         stated = {key: value for key, value in said.items() if key not in ("type", "dtype", "shape", "data_name")}
         note = {**call.note, **stated}
@@ -172,7 +172,7 @@ class _Reading:
             self._left_out[_STATISTICS] += 1
         return Item(point, call.moment, None, None, 0, None, note={**note, "dtype": dtype, "shape": list(shape)})
 
-    def _by_names(self, part: _Part, names: Sequence[str], *, is_empty: bool) -> Iterator[Item]:
+    def _by_names(self, part: _MsprobePart, names: Sequence[str], *, is_empty: bool) -> Iterator[Item]:
         """Read what a killed run left: the names of the files say nearly all that `dump.json` would have."""
         found = [
             (match, call)
@@ -203,7 +203,7 @@ class _Reading:
         elif is_empty:
             self.damage.append(f"{part.inside(_DUMP)} lists nothing, and no tensors lie beside it")
 
-    def _call(self, name: str, part: _Part) -> _Call | None:
+    def _call(self, name: str, part: _MsprobePart) -> _Call | None:
         match = _MODULE.fullmatch(name) or _OPERATION.fullmatch(name)
         if match is None:
             return None
@@ -259,7 +259,7 @@ _FORWARD: dict[str, Side] = {"input": "input", "kwargs": "input", "output": "out
 _BACKWARD: dict[str, Side] = {"input": "grad_output", "kwargs": "grad_input", "output": "grad_input"}
 
 
-def _read(files: Folder, part: _Part) -> dict[str, Any]:
+def _read(files: Folder, part: _MsprobePart) -> dict[str, Any]:
     """Return what a `dump.json` says; numbers may be NaN or Infinity, as Python's own writer has them."""
     place = f"{files.address}/{part.inside(_DUMP)}"
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from layerscope.errors import Damaged, RunExists
 from layerscope.points import Moment, Point
 from layerscope.store.layouts.foreign import foreign_run
-from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.place import DumpPlace
 from layerscope.store.layouts.quamba import about
 from layerscope.store.layouts.statistics import described, summary_of
 from layerscope.store.layouts.torchfiles import Opaque, leaves, saved, tensor_in
@@ -39,7 +39,7 @@ def layer_name(number: int) -> str:
     return f"layer_{number}_output.pt"
 
 
-def recognise(place: Place) -> Run | None:
+def recognise(place: DumpPlace) -> Run | None:
     """Read a folder in this layout; None when it has no such files."""
     names = place.names
     numbered = {int(match[1]): name for name in names if (match := _LAYER.fullmatch(name))}
@@ -69,7 +69,7 @@ def recognise(place: Place) -> Run | None:
     return foreign_run(place.address, "neuron", items, notes=notes, **said)
 
 
-def _item(place: Place, name: str, point: Point) -> Item:
+def _item(place: DumpPlace, name: str, point: Point) -> Item:
     return tensor_in(saved(place.files, name), f"{place.files.address}/{name}").item(point)
 
 
@@ -96,7 +96,7 @@ def _depth(item: Item) -> tuple[int, int]:
     return ("embedding", "layers", "logits").index(kind), int(number or 0)
 
 
-def _dictionary(place: Place, name: str, notes: list[str]) -> dict[str, Any]:
+def _dictionary(place: DumpPlace, name: str, notes: list[str]) -> dict[str, Any]:
     """Read one of the two files beside the tensors; what only unpickling could make is left out and noted."""
     try:
         value = saved(place.files, name)
@@ -160,7 +160,7 @@ def write(job: Job) -> None:
     """Write embedding, decoder layers and logits as one `.pt` each, with `statistics.pt` and `metadata.pt` beside."""
     from layerscope.stats import summarize
     from layerscope.store.layouts.decoder import decoder
-    from layerscope.store.layouts.files import Batch, write_pt
+    from layerscope.store.layouts.files import FileBatch, write_pt
 
     stack = decoder(job.points, address=job.source.address)
     places: dict[str, tuple[str | None, Point | None]] = {EMBEDDING: ("layer_0", stack.embedding)}
@@ -180,7 +180,7 @@ def write(job: Job) -> None:
     if there and not job.overwrite:
         raise RunExists(f"{path} already has {there[0]}; overwrite=True or --overwrite replaces it")
     statistics: dict[str, Any] = {}
-    with Batch(path) as batch:
+    with FileBatch(path) as batch:
         for name, (key, entry) in entries.items():
             summary = entry.summary
             if entry.dtype is None:

@@ -16,7 +16,7 @@ from layerscope.store.address import Folder
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DumpPlace:
     """A folder, or the one `file` of it that was named; and the mode that was asked for, if any."""
 
     files: Folder

@@ -17,7 +17,7 @@ from layerscope.points import Moment, Point
 from layerscope.store.layouts.arrays import npy
 from layerscope.store.layouts.components import component_in, components_of, entry_in, file_of, key_of, written_entry
 from layerscope.store.layouts.foreign import foreign_run
-from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.place import DumpPlace
 from layerscope.store.layouts.statistics import described, object_in, summary_of
 from layerscope.store.manifest import Manifest, now
 from layerscope.store.run import Run
@@ -42,7 +42,7 @@ def statistics_name(mode: str) -> str:
     return f"mode_{mode}_stats.json"
 
 
-def recognise(place: Place) -> Run | None:
+def recognise(place: DumpPlace) -> Run | None:
     """Read a folder in this layout; None when it has no such files."""
     arrays: dict[str, dict[Point, str]] = {}
     statistics: dict[str, str] = {}
@@ -61,7 +61,7 @@ def recognise(place: Place) -> Run | None:
 
 
 def _opened(
-    place: Place,
+    place: DumpPlace,
     mode: str,
     arrays: Mapping[str, Mapping[Point, str]],
     statistics: Mapping[str, str],
@@ -143,7 +143,7 @@ def said_of(said: Mapping[str, Any], mode: str) -> dict[str, Any]:
 def write(job: Job) -> None:
     """Write each decoder layer's output as `.npy`, and the statistics of all of them beside."""
     from layerscope.store.layouts.decoder import decoder
-    from layerscope.store.layouts.files import Batch, write_json, write_npy
+    from layerscope.store.layouts.files import FileBatch, write_json, write_npy
 
     mode, stack = job.named_mode, decoder(job.points, address=job.source.address)
     entries = {depth: entry for depth, point in stack.layers.items() if (entry := job.one(point)) is not None}
@@ -154,7 +154,7 @@ def write(job: Job) -> None:
     if there and not job.overwrite:
         raise RunExists(f"{job.path} already has mode {mode} ({there[0]}); overwrite=True or --overwrite replaces it")
     said: dict[str, Any] = {"mode": mode, **about(job.source.manifest)}
-    with Batch(job.path) as batch:
+    with FileBatch(job.path) as batch:
         for depth, entry in entries.items():
             if entry.dtype is None:
                 if entry.summary is not None:

@@ -19,7 +19,7 @@ from layerscope.errors import LayerscopeError
 from layerscope.points import Leaf, Moment, Point, Side, unwrapped
 from layerscope.store.address import Folder, folder
 from layerscope.store.layouts.foreign import foreign_run
-from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.place import DumpPlace
 from layerscope.store.layouts.torchfiles import Opaque, leaves, saved
 from layerscope.store.layouts.unread import Unread
 from layerscope.store.manifest import Missing
@@ -63,7 +63,7 @@ class _File:
         return cls(file, name, int(step), int(rank), int(number), tags)
 
 
-def recognise(place: Place) -> Run | None:
+def recognise(place: DumpPlace) -> Run | None:
     """Read a dump, one tensor of it, or one of the dumps in a folder: these are its modes, by their names."""
     names = place.files.names() if place.file is None else [place.file]
     if found := _among(names):
@@ -76,21 +76,21 @@ def recognise(place: Place) -> Run | None:
     if not dumps:
         return None
     mode = place.choose(list(dumps))
-    return _run(Place(folder(f"{place.address}/{mode}")), dumps[mode], mode=mode)
+    return _run(DumpPlace(folder(f"{place.address}/{mode}")), dumps[mode], mode=mode)
 
 
 def _among(names: Sequence[str]) -> list[_File]:
     return [parsed for name in names if (parsed := _File.parse(name)) is not None]
 
 
-def _run(place: Place, found: Sequence[_File], *, mode: str | None = None) -> Run:
-    reading = _Reading(place.files, sorted(found, key=lambda each: (each.rank, each.number)))
+def _run(place: DumpPlace, found: Sequence[_File], *, mode: str | None = None) -> Run:
+    reading = _SglangDump(place.files, sorted(found, key=lambda each: (each.rank, each.number)))
     items = list(reading.items())
     about: dict[str, Any] = {"mode": mode, "runtime": "sglang", "aliases": reading.aliases}
     return foreign_run(place.address, "sglang", items, notes=reading.notes(), missing=reading.missing, **about)
 
 
-class _Reading:
+class _SglangDump:
     """The files of one dump as items, and what was odd about them."""
 
     def __init__(self, files: Folder, found: Sequence[_File]) -> None:

@@ -17,7 +17,7 @@ from layerscope.compare.page.saved import loads
 from layerscope.compare.result import Verdict
 from layerscope.errors import BadText
 from layerscope.recorder import record
-from layerscope.report import Choice, Curves, Facts, Fold, HeatMap, Histograms, Sentence, Table, html
+from layerscope.report import Curves, Facts, Fold, HeatMap, Histograms, Select, Sentence, Table, html
 from layerscope.report import json as as_json
 
 
@@ -26,7 +26,7 @@ def walk(parts):
         yield part
         if isinstance(part, Fold):
             yield from walk(part.parts)
-        elif isinstance(part, Choice):
+        elif isinstance(part, Select):
             for _, chosen in part.options:
                 yield from walk(chosen)
 

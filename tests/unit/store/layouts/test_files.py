@@ -10,7 +10,7 @@ import torch
 from layerscope.errors import Unsupported
 from layerscope.points import Moment, Point
 from layerscope.store.layouts import files
-from layerscope.store.layouts.files import Batch, numpy_dtype, write_json, write_npy, write_pt
+from layerscope.store.layouts.files import FileBatch, numpy_dtype, write_json, write_npy, write_pt
 from layerscope.store.layouts.foreign import foreign_run
 from layerscope.store.source import Item
 
@@ -25,7 +25,7 @@ def entry_of(tensor):
 def test_a_batch_is_there_at_its_end_and_not_before(tmp_path):
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "stale").write_text("old")
-    with Batch(tmp_path / "to") as batch:
+    with FileBatch(tmp_path / "to") as batch:
         batch.new("a").write_text("new")
         batch.forget("stale")
         assert [p.name for p in sorted((tmp_path / "to").iterdir())] == ["a.partial", "stale"]
@@ -36,7 +36,7 @@ def test_a_batch_that_fails_leaves_everything_as_it_was(tmp_path):
     (tmp_path / "a").write_text("old")
 
     def fail():
-        with Batch(tmp_path) as batch:
+        with FileBatch(tmp_path) as batch:
             batch.new("a").write_text("new")
             batch.forget("a")
             raise RuntimeError("in the middle")
@@ -50,7 +50,7 @@ def test_a_batch_that_cannot_take_its_place_leaves_nothing_beside(tmp_path):
     (tmp_path / "a").mkdir()
 
     def fail():
-        with Batch(tmp_path) as batch:
+        with FileBatch(tmp_path) as batch:
             batch.new("a").write_text("new")
             batch.new("b").write_text("new")
 

@@ -17,7 +17,7 @@ from layerscope.points import Moment
 from layerscope.store import open_run
 from layerscope.store.address import folder
 from layerscope.store.layouts import huggingface
-from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.place import DumpPlace
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "peers" / "huggingface"
 EXPECTED = load_file(GOLDEN / "expected.safetensors")
@@ -35,7 +35,7 @@ OUTPUTS = [(".:output[both][0]", 0), (".:output[both][1]", 0), (".:output[states
 
 
 def read(path, file=None):
-    return huggingface.recognise(Place(folder(path), file))
+    return huggingface.recognise(DumpPlace(folder(path), file))
 
 
 def records(run):

@@ -17,7 +17,7 @@ from layerscope.points import Moment, Point
 from layerscope.store import open_run
 from layerscope.store.address import folder
 from layerscope.store.layouts import msprobe
-from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.place import DumpPlace
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "peers" / "msprobe"
 EXPECTED = load_file(GOLDEN / "expected.safetensors")
@@ -37,7 +37,7 @@ RECORDS = [(f"{name}:{rest}", n) for name, (calls, sides) in CALLS.items() for r
 
 
 def read(path, file=None):
-    return msprobe.recognise(Place(folder(path), file))
+    return msprobe.recognise(DumpPlace(folder(path), file))
 
 
 def dump_folder(path):

@@ -11,7 +11,7 @@ import torch
 from layerscope.errors import Ambiguous, NotARun
 from layerscope.store import Manifest, open_run
 from layerscope.store.address import folder
-from layerscope.store.layouts import LAYOUTS, Place
+from layerscope.store.layouts import LAYOUTS, DumpPlace
 
 
 def dump(path, *modes):
@@ -113,7 +113,7 @@ def test_every_layout_is_there_under_its_name():
 
 
 def test_a_place_says_what_was_named(tmp_path):
-    whole, one = Place(folder(tmp_path)), Place(folder(tmp_path), "a.npz")
+    whole, one = DumpPlace(folder(tmp_path)), DumpPlace(folder(tmp_path), "a.npz")
     (tmp_path / "a.npz").write_bytes(b"")
     assert (whole.address, whole.names) == (str(tmp_path), ["a.npz"])
     assert (one.address, one.names) == (f"{tmp_path}/a.npz", [])

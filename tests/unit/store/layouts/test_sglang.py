@@ -17,7 +17,7 @@ from layerscope.points import Moment, Point
 from layerscope.store import open_run
 from layerscope.store.address import folder
 from layerscope.store.layouts import sglang
-from layerscope.store.layouts.place import Place
+from layerscope.store.layouts.place import DumpPlace
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "peers" / "sglang"
 DUMP = GOLDEN / "dump_tiny"
@@ -41,7 +41,7 @@ RECORDS = [
 
 
 def read(path, **rest):
-    return sglang.recognise(Place(folder(path), **rest))
+    return sglang.recognise(DumpPlace(folder(path), **rest))
 
 
 def written(path, name, value=1.0, *, step=0, rank=0, number=1, meta=None, recompute="disabled"):
