@@ -17,8 +17,8 @@ from layerscope.models.inputs import Inputs
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
 from layerscope.store import Manifest
+from layerscope.store.layouts.convert import convert
 from layerscope.store.layouts.neuron import STATISTICS
-from layerscope.store.layouts.writing import convert
 from layerscope.store.memory import MemoryRun
 
 __all__ = ["called_with", "parser", "prompt_of", "save"]

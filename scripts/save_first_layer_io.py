@@ -24,8 +24,8 @@ try:
 
     from layerscope.models import BUILT_IN
     from layerscope.modes.preparing import DEFAULT_DIR
+    from layerscope.store.layouts.convert import convert
     from layerscope.store.layouts.first_layer import NAME, statistics_name
-    from layerscope.store.layouts.writing import convert
 except ModuleNotFoundError as error:
     hand_over(error)
 

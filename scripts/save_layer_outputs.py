@@ -20,8 +20,8 @@ from checkout import hand_over, one_sentence, tell_user
 try:
     from variants import recorded
 
+    from layerscope.store.layouts.convert import convert
     from layerscope.store.layouts.quamba import statistics_name
-    from layerscope.store.layouts.writing import convert
 except ModuleNotFoundError as error:
     hand_over(error)
 

@@ -15,7 +15,7 @@ from checkout import tell_user
 from layerscope.cli.page import counting, working
 from layerscope.errors import BadModel
 from layerscope.modes import Recorded, choose, record_modes
-from layerscope.modes.layers import chosen_layers, component_taps, stack_of
+from layerscope.modes.layer_taps import chosen_layers, component_taps, stack_of
 from layerscope.modes.preparing import prepare
 from layerscope.store.joining import SAMPLES, joined
 

@@ -8,7 +8,7 @@ import torch
 
 from layerscope.cli.convert import LAYOUTS
 from layerscope.store import open_run
-from layerscope.store.layouts.writing import WRITTEN
+from layerscope.store.layouts.convert import WRITTEN
 
 
 def test_the_layouts_on_offer_are_those_that_are_written():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import layerscope as ls
-from layerscope.store.layouts.writing import convert
+from layerscope.store.layouts.convert import convert
 
 PAGE = Path(__file__).with_name("neuron_snippets.md").read_text(encoding="utf-8")
 SNIPPETS = dict(re.findall(r"^## (\w+)\n\n```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))

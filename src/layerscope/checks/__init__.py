@@ -9,7 +9,7 @@ Importing this imports no torch; `check.py` and `forms.py` do.
 
 from __future__ import annotations
 
-from layerscope.checks.numbers import NAMES, ErrorNumbers, largest_of, numbers_of
+from layerscope.checks.error_numbers import NAMES, ErrorNumbers, largest_of, numbers_of
 from layerscope.checks.tokens import mask_of, rows_kept
 
 __all__ = ["NAMES", "ErrorNumbers", "largest_of", "mask_of", "numbers_of", "rows_kept"]

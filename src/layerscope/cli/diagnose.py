@@ -65,7 +65,7 @@ def command(
         batch = _inputs(pair, inputs, prompt)
     finding = _diagnosed(pair, batch, backward=backward, pairing=pairing)
     if html_to is not None:
-        from layerscope.diagnose.page.html import page
+        from layerscope.diagnose.page.html_page import page
 
         leave(page(finding, title=f"{reference} against {candidate}"), html_to)
     put(

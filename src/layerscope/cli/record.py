@@ -131,7 +131,7 @@ def command(
     ready.settings["command"] = click.get_current_context().obj
     batches = _guarded(ready.batches(), model)
     if modes:
-        from layerscope.cli.variants import record_variants, told_apart
+        from layerscope.cli.mode_recordings import record_variants, told_apart
 
         modes, patterns = told_apart(modes, patterns, ready.model)
     taps = [*sided(patterns, side), *_layers(ready, layers, side), *_components(ready, layers, components)]
@@ -171,7 +171,7 @@ def loaded_model(model: str, *, modes_file: str | None, seed: int, **asked: Any)
 def _layers(ready: Prepared, layers: str | None, side: str | None) -> list[Pattern]:
     if layers is None:
         return []
-    from layerscope.modes.layers import chosen_layers
+    from layerscope.modes.layer_taps import chosen_layers
 
     return sided(chosen_layers(ready.model, layers), side)
 
@@ -190,7 +190,7 @@ def _components(ready: Prepared, layers: str | None, components: str | None) -> 
         return []
     if layers is None:
         raise click.UsageError("--components are parts of layers: say which, as --layers first,last")
-    from layerscope.modes.layers import component_taps
+    from layerscope.modes.layer_taps import component_taps
 
     return sided(component_taps(ready.model, layers, components), None)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from layerscope.compare.align.pairing import PairingRule, parse_rules
 from layerscope.compare.asserting import assert_runs_match
-from layerscope.compare.channels import Outliers, outliers
 from layerscope.compare.comparing import compare
 from layerscope.compare.measure import measure
 from layerscope.compare.measure.metrics import Metrics
+from layerscope.compare.outlier_channels import Outliers, outliers
 from layerscope.compare.page.bands import PUBLISHED, Band, Bands
 from layerscope.compare.result import Against, Comparison, Row, Verdict
 

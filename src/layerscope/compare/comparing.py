@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from layerscope.checks import ErrorNumbers
 from layerscope.compare.align.pairing import PairingRule, parse_rules
+from layerscope.compare.comparison_plan import ComparisonPlan, RunRecords, floors_of
 from layerscope.compare.module_checks import Checker
 from layerscope.compare.noise_floor import CLASSES, LEAST, LIMIT, Noise, Scale, coarser, rounding
 from layerscope.compare.ordering import follow_choices
-from layerscope.compare.plan import ComparisonPlan, RunRecords, floors_of
 from layerscope.compare.quantised import Siblings, grid_of
 from layerscope.compare.record_pair import RecordPair
 from layerscope.compare.result import Against, Comparison, Row

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from layerscope.checks import rows_kept
+from layerscope.compare.comparison_plan import ComparisonPlan
 from layerscope.compare.noise_floor import CLASSES, LIMIT
-from layerscope.compare.plan import ComparisonPlan
 from layerscope.compare.record_pair import RecordPair
 from layerscope.compare.verdicts import Checking
 from layerscope.errors import LayerscopeError

@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 
 from layerscope.checks import NAMES, ErrorNumbers
+from layerscope.compare.comparison_plan import ComparisonPlan
 from layerscope.compare.noise_floor import LIMIT, Expected, Key, Scale, numbers_in
-from layerscope.compare.plan import ComparisonPlan
 from layerscope.points import Point
 
 _GRID = re.compile(

@@ -127,7 +127,7 @@ class Finding:
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report to look at: one file, which needs nothing else."""
-        from layerscope.diagnose.page.html import page
+        from layerscope.diagnose.page.html_page import page
         from layerscope.report import html
 
         html.save(page(self), path)
@@ -140,7 +140,7 @@ class Finding:
 
     def plot(self) -> Any:
         """Draw every module's error and floor as a matplotlib figure; raises MissingExtra without matplotlib."""
-        from layerscope.diagnose.page.html import curves
+        from layerscope.diagnose.page.html_page import curves
         from layerscope.report.plots import figure
 
         return figure(*curves(self))

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from layerscope.errors import MissingExtra
-from layerscope.integrations.training import Training, samples_of
+from layerscope.integrations.training_loop import Training, samples_of
 
 try:
     from accelerate.state import GradientState

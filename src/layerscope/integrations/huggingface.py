@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from layerscope.errors import MissingExtra
-from layerscope.integrations.training import Training, Watcher, samples_of
+from layerscope.integrations.training_loop import Training, Watcher, samples_of
 
 try:
     from transformers.trainer_callback import TrainerCallback

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import DataLoader
 
 from layerscope.errors import MissingExtra
-from layerscope.integrations.training import Training, Watcher
+from layerscope.integrations.training_loop import Training, Watcher
 from layerscope.monitor.loaders import Pass, following
 
 try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from layerscope.errors import BadModel, MissingExtra, first_line
 from layerscope.models.inputs import bytes_as_ids
 from layerscope.models.quiet import quiet
-from layerscope.models.tokens import has_tokenizer, pretrained
+from layerscope.models.tokenizer import has_tokenizer, pretrained
 from layerscope.models.weight_files import read_weights, weight_files
 from layerscope.report.writing import some
 

@@ -143,7 +143,7 @@ def load_own_mamba(name: str, folder: Path, *, seed: int) -> Loaded:
     import torch
 
     from layerscope.models.mamba.checkpoint import load_mamba
-    from layerscope.models.tokens import tokens_of
+    from layerscope.models.tokenizer import tokens_of
 
     model, tokens = load_mamba(folder), tokens_of(folder)
 

@@ -10,7 +10,7 @@ To import this package loads torch; torchao is imported when a mode that needs i
 from __future__ import annotations
 
 from layerscope.modes.mixing import mixed
-from layerscope.modes.recording import Recorded, record_modes
+from layerscope.modes.mode_runs import Recorded, record_modes
 from layerscope.modes.registry import GROUPS, Mode, Setting, choose, mode, modes_of, variant, why_not
 
 __all__ = [

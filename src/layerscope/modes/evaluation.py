@@ -24,8 +24,8 @@ from layerscope.errors import BadText, LayerscopeError, Unsupported
 from layerscope.models import Inputs, Loaded
 from layerscope.models.inputs import bytes_as_ids
 from layerscope.modes.feeding import fitted
-from layerscope.modes.layers import stack_of
-from layerscope.modes.recording import plain_forward
+from layerscope.modes.layer_taps import stack_of
+from layerscope.modes.mode_runs import plain_forward
 from layerscope.modes.registry import Mode, Setting, choose, variant
 from layerscope.progress import Progress
 from layerscope.runtimes.values import leaves

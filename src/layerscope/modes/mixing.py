@@ -20,7 +20,7 @@ from torch import nn
 
 from layerscope.errors import NoSuchPoint, Unsupported
 from layerscope.modes.feeding import dtype_of
-from layerscope.modes.layers import stack_of
+from layerscope.modes.layer_taps import stack_of
 from layerscope.modes.registry import Mode, Setting, choose, copied, variant
 from layerscope.runtimes.values import replaced
 

@@ -24,9 +24,9 @@ from layerscope.errors import Unsupported
 from layerscope.models import Inputs
 from layerscope.modes.evaluation import layer_outputs, perplexity
 from layerscope.modes.feeding import fitted
-from layerscope.modes.layers import stack_of
+from layerscope.modes.layer_taps import stack_of
 from layerscope.modes.mixing import Mixture, mixed, stored_bits
-from layerscope.modes.recording import plain_forward
+from layerscope.modes.mode_runs import plain_forward
 from layerscope.modes.registry import Mode, Setting
 from layerscope.modes.sensitivity import Measure, Share, relative_l2, sensitivities
 from layerscope.progress import Progress

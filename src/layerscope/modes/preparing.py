@@ -23,7 +23,7 @@ from layerscope.models.inputs import read_inputs
 from layerscope.models.loading import load_own_mamba
 from layerscope.models.mamba import Mamba, is_mamba, sample_batches, samples_of
 from layerscope.models.mamba.text import excerpt
-from layerscope.models.tokens import BYTES, tokens_of
+from layerscope.models.tokenizer import BYTES, tokens_of
 from layerscope.modes.registry import Setting
 from layerscope.store.joining import SAMPLES
 

@@ -22,7 +22,7 @@ from layerscope.errors import Unsupported
 from layerscope.models import Inputs
 from layerscope.modes.feeding import fitted
 from layerscope.modes.mixing import OUTSIDE, Mixture
-from layerscope.modes.recording import plain_forward
+from layerscope.modes.mode_runs import plain_forward
 from layerscope.modes.registry import Mode, Setting
 from layerscope.progress import Progress
 from layerscope.runtimes.values import leaves

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from layerscope.errors import Ambiguous, NoSuchPoint, Unsupported
-from layerscope.modes.layers import chosen_layers, stack_of
+from layerscope.modes.layer_taps import chosen_layers, stack_of
 from layerscope.patterns import select
 from layerscope.points import escape
 from layerscope.runtimes import find

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import final
 
 from layerscope.log import log
-from layerscope.monitor.frames import Frame, FrameSink
+from layerscope.monitor.alarm_frames import Frame, FrameSink
 from layerscope.rules import Alarm
 
 __all__ = ["Outlet"]

@@ -28,14 +28,14 @@ import torch
 from layerscope import ranks
 from layerscope.errors import NothingRecorded, Stopped
 from layerscope.log import log
-from layerscope.monitor.frames import Frame, FrameSink, Gathering
+from layerscope.monitor.alarm_frames import Frame, FrameSink, Gathering
+from layerscope.monitor.alarm_taps import bounds_of, innermost, maps_of, other_side, points_of
 from layerscope.monitor.leaving import leave_on_sigterm
 from layerscope.monitor.outlets import Outlet
 from layerscope.monitor.page import page, record_of
 from layerscope.monitor.units import unit_axes
 from layerscope.monitor.updates import Updates
-from layerscope.monitor.watch_taps import bounds_of, innermost, maps_of, other_side, points_of
-from layerscope.pages.alarms import keep
+from layerscope.pages.alarm_timeline import keep
 from layerscope.points import Moment, Point
 from layerscope.recorder import Recording, RecordOptions, Tap, record
 from layerscope.recorder.taps import level_of, schedule_of

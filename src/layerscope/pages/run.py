@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from layerscope.compare.channels import Outliers, outliers
+from layerscope.compare.outlier_channels import Outliers, outliers
 from layerscope.compare.page.closeups import curve
 from layerscope.compare.page.provenance import provenance
 from layerscope.errors import LayerscopeError
 from layerscope.pages.adjacent import chains
-from layerscope.pages.alarms import kept
+from layerscope.pages.alarm_timeline import kept
 from layerscope.pages.completeness import completeness_parts, damage_of, run_facts
 from layerscope.pages.selection import Given, at, by_depth
 from layerscope.pages.statistics import MOSTLY_ZERO, STATISTICS, PointRow, broken_parts, rows_at, shape_text

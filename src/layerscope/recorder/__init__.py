@@ -5,7 +5,7 @@ with record(model, "model.layers.*", to="runs/fp32") as rec:
 rec["model.layers.3"]
 """
 
-from layerscope.recorder.options import RecordOptions
+from layerscope.recorder.record_options import RecordOptions
 from layerscope.recorder.recording import Recording, record
 from layerscope.recorder.taps import Tap
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from layerscope import __version__
 from layerscope.errors import Unsupported
-from layerscope.recorder.options import RecordOptions
+from layerscope.recorder.record_options import RecordOptions
 from layerscope.recorder.taps import TapPlan
 from layerscope.recorder.tensors import plain, undisturbed
 from layerscope.runtimes.runtime import Runtime, Weights

@@ -26,9 +26,9 @@ from layerscope.points import unwrapped as unwrapped_name
 from layerscope.recorder.capture import Capture
 from layerscope.recorder.clock import Clock
 from layerscope.recorder.coverage import Coverage
-from layerscope.recorder.options import RecordOptions
 from layerscope.recorder.provenance import provenance
-from layerscope.recorder.sink import RecordingSink
+from layerscope.recorder.record_options import RecordOptions
+from layerscope.recorder.recording_sink import RecordingSink
 from layerscope.recorder.taps import Keep, TapPlan, Want, level_of, plan, schedule_of, taps_of
 from layerscope.runtimes import find, opened
 from layerscope.runtimes.observer_effect import measures

@@ -9,7 +9,7 @@ The README beside this file states the format.
 from __future__ import annotations
 
 from layerscope.store.cache import cache_folder
-from layerscope.store.layouts.writing import Converted, convert
+from layerscope.store.layouts.convert import Converted, convert
 from layerscope.store.manifest import Completeness, Dropped, Manifest, Missing
 from layerscope.store.memory import MemoryRun
 from layerscope.store.opening import open_run

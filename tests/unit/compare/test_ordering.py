@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from layerscope.compare.comparison_plan import ComparisonPlan, RunRecords
 from layerscope.compare.ordering import follow_choices, order_of
-from layerscope.compare.plan import ComparisonPlan, RunRecords
 from layerscope.points import Moment, Point
 from layerscope.store import MemoryRun
 

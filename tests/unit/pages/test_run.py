@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from layerscope.monitor import watch
-from layerscope.pages import alarms
+from layerscope.pages import alarm_timeline as alarms
 from layerscope.pages.run import page, summary
 from layerscope.recorder import record
 from layerscope.report import Curves, Fold, HeatMap, Histograms, Select, Sentence, Table, Timeline

@@ -27,7 +27,7 @@ from layerscope.store import Blob, Completeness, Manifest, MemoryRun, Missing, W
 from layerscope.store import writer as writing
 from layerscope.store.appender import Appender
 from layerscope.store.destination import Destination
-from layerscope.store.layouts.writing import convert
+from layerscope.store.layouts.convert import convert
 from layerscope.store.manifest import Dropped
 
 A, B = Point("a"), Point("b")

@@ -14,7 +14,7 @@ import numpy as np
 
 from layerscope.compare.align.run_points import Form
 from layerscope.compare.measure.operands import operand
-from layerscope.compare.statistics import at_least
+from layerscope.compare.run_statistics import at_least
 from layerscope.errors import LayerscopeError
 from layerscope.points import Point
 from layerscope.stats.tensor_views import Array

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from layerscope.diagnose.causes.cause import KINDS, Case, Cause, Kind, ResultPair
-from layerscope.diagnose.causes.failures import nonfinite, other_integers, other_shape, raised, random
-from layerscope.diagnose.causes.patterns import (
+from layerscope.diagnose.causes.error_patterns import (
     confined,
     displaced,
     in_another_order,
@@ -23,6 +22,7 @@ from layerscope.diagnose.causes.patterns import (
     some_scaled,
     some_zeroed,
 )
+from layerscope.diagnose.causes.failures import nonfinite, other_integers, other_shape, raised, random
 from layerscope.diagnose.causes.settings import differing_configuration, differing_settings, other_class, other_function
 from layerscope.diagnose.causes.weights import differing_weights, quantised_weights
 

@@ -23,7 +23,7 @@ from layerscope.compare.align.alignment import align
 from layerscope.compare.align.pairing import PairingRule
 from layerscope.compare.align.run_points import RunPoint
 from layerscope.diagnose.judge.measurement import measured, rounding
-from layerscope.diagnose.replay.capture import Captured, capture
+from layerscope.diagnose.replay.captured_calls import Captured, capture
 from layerscope.diagnose.replay.module_hooks import HookedCall, Key, reseed, visiting
 from layerscope.diagnose.replay.replay import Guidance, Guided, ModulePart, Nudge, Site, cast, guide
 from layerscope.diagnose.replay.sides import LOWERED, Casting, ModelSide, cast_weights, casting_of, castings, main_dtype

@@ -22,7 +22,7 @@ from torch import nn
 
 from layerscope.diagnose.judge.measurement import MASKED, Distance, bits, measured
 from layerscope.diagnose.operations import Called, traced
-from layerscope.diagnose.replay.capture import Captured, CapturedCall, HeldTensor
+from layerscope.diagnose.replay.captured_calls import Captured, CapturedCall, HeldTensor
 from layerscope.diagnose.replay.gradients import Backwards
 from layerscope.diagnose.replay.module_hooks import HookedCall, Key, reseed, visiting
 from layerscope.points import Leaf, leaf_text

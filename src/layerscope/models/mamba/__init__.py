@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from layerscope.models.mamba.built_in import quamba_130m, quamba_small
 from layerscope.models.mamba.checkpoint import is_mamba, is_state_spaces, load_mamba
-from layerscope.models.mamba.config import MambaConfig
+from layerscope.models.mamba.mamba_config import MambaConfig
 from layerscope.models.mamba.model import CausalConv, Mamba, MambaBlock, Mixer, RMSNorm, Scan
 from layerscope.models.mamba.scan import selective_scan
 from layerscope.models.mamba.text import sample_batches, samples_of

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from layerscope.errors import BadModel
-from layerscope.models.mamba.config import MambaConfig
+from layerscope.models.mamba.mamba_config import MambaConfig
 from layerscope.models.mamba.model import Mamba
 from layerscope.report.writing import some
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from layerscope.models.mamba.assembly import assembled
-from layerscope.models.mamba.config import MambaConfig
 from layerscope.models.mamba.drawing import drawn_weights
+from layerscope.models.mamba.mamba_config import MambaConfig
 from layerscope.models.mamba.model import Mamba
 
 __all__ = ["LARGE", "SMALL", "quamba_130m", "quamba_small"]

@@ -17,7 +17,7 @@ import torch
 
 from layerscope.errors import BadModel
 from layerscope.models.mamba.assembly import assembled
-from layerscope.models.mamba.config import MambaConfig
+from layerscope.models.mamba.mamba_config import MambaConfig
 from layerscope.models.mamba.model import Mamba
 from layerscope.models.mamba.w8a8 import unpacked
 from layerscope.models.weight_files import read_weights

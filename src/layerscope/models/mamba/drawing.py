@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from layerscope.models.mamba.assembly import shapes
-from layerscope.models.mamba.config import MambaConfig
+from layerscope.models.mamba.mamba_config import MambaConfig
 
 __all__ = ["drawn_weights"]
 

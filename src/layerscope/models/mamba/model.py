@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from layerscope.models.mamba.config import MambaConfig
+from layerscope.models.mamba.mamba_config import MambaConfig
 from layerscope.models.mamba.scan import selective_scan
 from layerscope.models.mamba.w8a8 import Grids
 

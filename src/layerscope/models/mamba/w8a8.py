@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from layerscope.errors import BadModel
-from layerscope.models.mamba.config import MambaConfig
+from layerscope.models.mamba.mamba_config import MambaConfig
 
 __all__ = ["Grids", "unpacked"]
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from layerscope.runtimes.graph_calls import GraphCall, ScopedNode, module_calls
 from layerscope.runtimes.onnx.call_numbers import SIZES, OnnxNode, call_numbers, merged
-from layerscope.runtimes.onnx.names import read_names, read_order, values_aside, weights_of, without_metadata
+from layerscope.runtimes.onnx.node_names import read_names, read_order, values_aside, weights_of, without_metadata
 from layerscope.runtimes.onnx.scales import PRODUCTS, quantised_values_alone
 
 _SCOPES = "pkg.torch.onnx.name_scopes"

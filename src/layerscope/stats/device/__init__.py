@@ -14,7 +14,7 @@ the CPU's, and within 1e-9 for every other dtype.
 """
 
 from layerscope.stats.device.channels import ChannelSums, Laid, prepare_channels
-from layerscope.stats.device.numbers import Numbers, Results
+from layerscope.stats.device.decoded import Numbers, Results
 from layerscope.stats.device.slots import KINDS, MOST, Level, ResultBuffer, Slots, Start, StartAll, prepare, takes
 
 __all__ = [

@@ -18,7 +18,7 @@ from layerscope.errors import Unsupported
 from layerscope.points import Leaf, Moment, Point, Side
 
 if TYPE_CHECKING:
-    from layerscope.store.layouts.writing import Job
+    from layerscope.store.layouts.convert import Job
     from layerscope.store.run import Entry
 
 # What each is called in a model: here and in transformers, and by this layout itself.

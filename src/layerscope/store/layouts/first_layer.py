@@ -25,7 +25,7 @@ from layerscope.store.layouts.statistics import described, object_in
 from layerscope.store.run import Run
 
 if TYPE_CHECKING:
-    from layerscope.store.layouts.writing import Job
+    from layerscope.store.layouts.convert import Job
     from layerscope.store.run import Entry
 
 NAME = "first_layer_io_all_modes.npz"

@@ -24,7 +24,7 @@ from layerscope.store.source import Item
 if TYPE_CHECKING:
     import torch
 
-    from layerscope.store.layouts.writing import Job
+    from layerscope.store.layouts.convert import Job
     from layerscope.store.run import Entry
 
 _NAME = re.compile(r"(single_)?epoch_\d+_\d{3,}\.pt")

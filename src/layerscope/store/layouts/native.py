@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from layerscope.stats import Summary
-    from layerscope.store.layouts.writing import Job
+    from layerscope.store.layouts.convert import Job
     from layerscope.store.run import Entry
 
 # Nobody is kept from computing: better to wait for the disk than to drop.

@@ -25,7 +25,7 @@ from layerscope.store.source import Item
 if TYPE_CHECKING:
     import torch
 
-    from layerscope.store.layouts.writing import Job
+    from layerscope.store.layouts.convert import Job
 
 EMBEDDING, LOGITS = "embedding_output.pt", "logits_output.pt"
 STATISTICS, METADATA = "statistics.pt", "metadata.pt"

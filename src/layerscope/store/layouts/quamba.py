@@ -24,7 +24,7 @@ from layerscope.store.run import Run
 from layerscope.store.source import Item
 
 if TYPE_CHECKING:
-    from layerscope.store.layouts.writing import Job
+    from layerscope.store.layouts.convert import Job
 
 _ARRAY = re.compile(r"mode_(.+)_layer_(\d{1,9})\.npy", re.DOTALL)
 _STATISTICS = re.compile(r"mode_(.+)_stats\.json", re.DOTALL)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerscope.diagnose.replay.capture import capture
+from layerscope.diagnose.replay.captured_calls import capture
 from layerscope.diagnose.replay.passes import pair
 from layerscope.diagnose.replay.replay import Guidance, Nudge, Site, cast, guide
 

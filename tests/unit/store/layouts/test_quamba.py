@@ -10,8 +10,8 @@ from layerscope.errors import Damaged, NoSuchPoint, Unsupported
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
 from layerscope.store import Manifest, open_run
+from layerscope.store.layouts.convert import convert
 from layerscope.store.layouts.statistics import described
-from layerscope.store.layouts.writing import convert
 from layerscope.store.memory import MemoryRun
 
 

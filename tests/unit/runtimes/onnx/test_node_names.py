@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerscope.runtimes.onnx.names import read_names, read_order, values_aside, weights_of
+from layerscope.runtimes.onnx.node_names import read_names, read_order, values_aside, weights_of
 
 onnx = pytest.importorskip("onnx")
 

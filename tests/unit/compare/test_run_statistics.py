@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from layerscope.compare.statistics import at_least, by_statistics
+from layerscope.compare.run_statistics import at_least, by_statistics
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
 from layerscope.store import MemoryRun

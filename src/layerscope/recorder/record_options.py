@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from layerscope.progress import Progress
 
 if TYPE_CHECKING:
-    from layerscope.recorder.sink import Listener
+    from layerscope.recorder.recording_sink import Listener
 
 
 @dataclass(frozen=True, kw_only=True)

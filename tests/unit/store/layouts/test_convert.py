@@ -11,7 +11,7 @@ from layerscope.errors import Ambiguous, BadText, NoSuchPoint, RunExists, Unsupp
 from layerscope.points import Moment, Point
 from layerscope.stats import summarize
 from layerscope.store import Blob, Manifest, Writer, convert, open_run
-from layerscope.store.layouts.writing import WRITTEN
+from layerscope.store.layouts.convert import WRITTEN
 
 NAMES = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "lm_head")
 

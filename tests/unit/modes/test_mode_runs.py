@@ -7,7 +7,7 @@ from torch import nn
 from layerscope.errors import NoSuchPoint, RunExists
 from layerscope.models import Inputs
 from layerscope.models.tiny import tiny_transformer
-from layerscope.modes.recording import record_modes
+from layerscope.modes.mode_runs import record_modes
 from layerscope.modes.registry import Mode, choose, copied, variant
 from layerscope.store import convert, open_run
 from layerscope.store.joining import joined

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from layerscope.errors import Unsupported
-from layerscope.monitor.watch_taps import bounds_of, innermost, maps_of, other_side, points_of
+from layerscope.monitor.alarm_taps import bounds_of, innermost, maps_of, other_side, points_of
 from layerscope.points import Point
 from layerscope.recorder import Tap
 

@@ -9,9 +9,9 @@ import torch
 from layerscope.checks import numbers_of
 from layerscope.compare.align.pairing import PairingRule, parse_rules
 from layerscope.compare.comparing import compare
+from layerscope.compare.comparison_plan import ComparisonPlan, RunRecords
 from layerscope.compare.noise_floor import Noise
 from layerscope.compare.ordering import follow_choices
-from layerscope.compare.plan import ComparisonPlan, RunRecords
 from layerscope.compare.record_pair import RecordPair
 from layerscope.errors import Damaged, NoSuchPoint
 from layerscope.points import Moment, Point

@@ -7,7 +7,7 @@ from torch import nn
 from layerscope.errors import Ambiguous, NoSuchPoint
 from layerscope.models.minimax import minimax_m2
 from layerscope.models.tiny import tiny_transformer
-from layerscope.modes.layers import chosen_layers, stack_of
+from layerscope.modes.layer_taps import chosen_layers, stack_of
 
 
 def test_the_layers_are_the_numbered_stack_by_depth():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from layerscope.monitor.frames import Gathering
+from layerscope.monitor.alarm_frames import Gathering
 from layerscope.points import Moment, Point
 from layerscope.rules import ParameterReading
 from layerscope.schedules import steps

@@ -28,7 +28,7 @@ from layerscope.compare.noise_floor import CLASSES, Key, Noise, class_of, coarse
 from layerscope.compare.record_pair import RecordPair
 from layerscope.compare.result import Kind
 from layerscope.compare.routing import Flips, changed, flips
-from layerscope.compare.statistics import by_statistics
+from layerscope.compare.run_statistics import by_statistics
 from layerscope.errors import LayerscopeError
 from layerscope.points import Moment, Point
 from layerscope.store import Entry, Run
