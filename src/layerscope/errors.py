@@ -23,27 +23,6 @@ The message is written for the person who reads it: what was asked, what there i
 
 from __future__ import annotations
 
-__all__ = [
-    "Ambiguous",
-    "BadModel",
-    "BadText",
-    "Damaged",
-    "Incomparable",
-    "Incomplete",
-    "LayerscopeError",
-    "MissingExtra",
-    "NewerFormat",
-    "NoSuchMode",
-    "NoSuchPoint",
-    "NotARun",
-    "NothingRecorded",
-    "RunBusy",
-    "RunExists",
-    "Stopped",
-    "Unsupported",
-    "first_line",
-]
-
 
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says, to be part of a sentence; its name where it says nothing."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-__all__ = ["log"]
-
 _logger = logging.getLogger("layerscope")
 
 

@@ -32,8 +32,6 @@ from typing import Literal, NamedTuple
 from layerscope.errors import BadText, NoSuchPoint
 from layerscope.points import SIDES, Leaf, Point, Side, escape, leaf_text, parse_leaf, unescape, unwrapped
 
-__all__ = ["Kind", "Pattern", "Place", "Split", "op_name", "renamer", "select", "select_op", "split"]
-
 Kind = Literal["name", "type", "op"]
 
 # They hold modules or parameters and have no forward: a tap there would stay silent for ever.

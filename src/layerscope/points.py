@@ -16,20 +16,6 @@ from typing import Any, Literal, cast, get_args
 
 from layerscope.errors import BadText
 
-__all__ = [
-    "SIDES",
-    "SIDE_TITLES",
-    "WRAPPERS",
-    "Leaf",
-    "Moment",
-    "Point",
-    "Side",
-    "caption",
-    "escape",
-    "unescape",
-    "unwrapped",
-]
-
 Side = Literal["input", "output", "grad_input", "grad_output"]
 SIDES: tuple[Side, ...] = get_args(Side)
 SIDE_TITLES: dict[Side, str] = {  # in the order of a page

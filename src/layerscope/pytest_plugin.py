@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from layerscope.compare.result import Comparison
     from layerscope.store import Run
 
-__all__ = ["FOLDER", "UPDATE", "Layers", "layers"]
-
 FOLDER = "__layers__"
 UPDATE = "--layers-update"
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["rank"]
-
 # torchrun and Accelerate; Slurm; Open MPI; MPICH and Intel MPI.
 _VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 

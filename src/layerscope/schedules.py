@@ -20,8 +20,6 @@ from typing import Literal, NoReturn
 from layerscope.errors import BadText
 from layerscope.points import Moment
 
-__all__ = ["ALWAYS", "Schedule", "batches", "epochs", "every", "first", "steps", "when"]
-
 Function = Callable[[Moment], object]
 
 # How tightly each form binds; a looser one inside a tighter one needs parentheses.

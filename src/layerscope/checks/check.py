@@ -21,8 +21,6 @@ from torch.nn import functional
 
 from layerscope.checks.forms import ACTIVATIONS, computed, fitting
 
-__all__ = ["ROWS", "Check", "check_of"]
-
 ROWS = 8
 _WHOLE = 1 << 16  # parameters of so few values are kept whole, where they are the module's own
 _WITHIN = 2e-2  # a form is the module's when it gives the output this nearly; the nearest is taken

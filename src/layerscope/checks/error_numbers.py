@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NAMES", "ErrorNumbers", "largest_of", "numbers_of"]
-
 NAMES = ("relative_l2", "median", "p90", "worst", "column", "factor")
 
 _SMALL = 0.1  # of the median row's norm: a smaller row counts as that large

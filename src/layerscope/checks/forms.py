@@ -12,8 +12,6 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
-__all__ = ["ACTIVATIONS", "NORMS", "computed", "fitting", "other_form"]
-
 Parameters: TypeAlias = "Mapping[str, torch.Tensor]"
 Tensor = torch.Tensor
 

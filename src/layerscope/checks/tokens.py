@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MASKS", "mask_of", "rows_kept"]
-
 MASKS = ("attention_mask", "padding_mask", "decoder_attention_mask")
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from layerscope.compare.page.document import Detail
     from layerscope.compare.result import Against, Comparison, Kind
 
-__all__ = ["command", "compared", "complaints", "not_compared", "saved"]
-
 EXAMPLES = options.examples(
     "layerscope compare runs/fp32 runs/int8 --noise runs/bf16",
     "layerscope compare layer_outputs:fp32 layer_outputs:2-1",

@@ -18,8 +18,6 @@ from layerscope.report.writing import NOTHING, many
 if TYPE_CHECKING:
     from layerscope.store import Converted
 
-__all__ = ["command", "document"]
-
 LAYOUTS = ("layerscope", "quamba", "first-layer", "neuron", "monitor")
 WINDOWS = ("model-explorer", "tensorboard")  # what other tools look at, and nothing reads back
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from layerscope.compare.result import Against, Comparison
     from layerscope.store import Run
 
-__all__ = ["command"]
-
 MODEL = "quamba-small"
 SAMPLES, TOKENS = 2, 256
 LAYERS = "backbone.layers.*"

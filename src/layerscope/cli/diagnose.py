@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from layerscope.diagnose import Finding
     from layerscope.models import Inputs, Loaded
 
-__all__ = ["command"]
-
 EXAMPLES = options.examples(
     "layerscope diagnose checkpoints/llama ports.py:llama --prompt 'Hello'",
     "layerscope diagnose make.py:model make.py:quantised --inputs batch.safetensors",

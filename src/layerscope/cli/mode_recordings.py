@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from layerscope.modes import Mode, Recorded
     from layerscope.modes.preparing import Prepared
 
-__all__ = ["record_variants", "told_apart"]
-
 
 def told_apart(
     modes: Sequence[str], patterns: Sequence[str], model: torch.nn.Module

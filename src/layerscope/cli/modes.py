@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from layerscope.modes.preparing import Prepared
     from layerscope.modes.sensitivity import Sensitivity, Share
 
-__all__ = ["command"]
-
 EXAMPLES = options.examples(
     "layerscope modes tiny-transformer",
     "layerscope modes make.py:model --modes-file modes.py",

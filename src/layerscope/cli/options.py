@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["as_html", "as_json", "examples", "model_inputs", "modes", "moments", "prepared", "seed", "to"]
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print strict JSON for machines.")

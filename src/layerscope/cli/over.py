@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from layerscope.stats import Summary
     from layerscope.store import Damage, Run
 
-__all__ = ["AXES", "document"]
-
 Axis = Literal["step", "epoch", "batch"]
 AXES: dict[str, Axis] = {"steps": "step", "epochs": "epoch", "batches": "batch"}
 POINTS = 60  # of a line; more do not fit on a page

@@ -24,8 +24,6 @@ from layerscope.report.writing import printable
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-__all__ = ["Form", "ReaderGone", "counting", "leave", "put", "working"]
-
 Form = Literal["terminal", "json", "markdown"]
 PATIENCE = 0.5  # seconds without a bar: work that is over by then needs none
 

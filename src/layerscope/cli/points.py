@@ -27,8 +27,6 @@ from layerscope.runtimes.model_files import is_file, kind_of, listed
 if TYPE_CHECKING:
     from layerscope.store import Damage, Run
 
-__all__ = ["command"]
-
 EXAMPLES = options.examples(
     "layerscope points tiny-transformer",
     "layerscope points tiny-transformer 'model.layers.{0,-1}.**'",

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from layerscope.modes.plan import Plan, Planned
     from layerscope.modes.preparing import Prepared
 
-__all__ = ["evaluated", "planned", "windows"]
-
 NAMED = 8  # of the layers that a plan keeps, in a table
 
 

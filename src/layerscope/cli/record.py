@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from layerscope.models import Inputs
     from layerscope.modes.preparing import Prepared
 
-__all__ = ["backward", "command", "loaded_model", "sided", "withdraw"]
-
 EXAMPLES = options.examples(
     "layerscope record tiny-transformer 'model.layers.*' -o runs/tiny",
     "layerscope record make.py:model 'type:Linear' --side input,output -o runs/linears",

@@ -10,8 +10,6 @@ from layerscope.pages.completeness import damage_parts, damage_text
 from layerscope.report.parts import Document, Fact, Facts, Part, Sentence
 from layerscope.report.writing import many
 
-__all__ = ["command"]
-
 
 @click.command(short_help="Seal a run that was cut short, and verify it.")
 @click.argument("run", metavar="RUN")

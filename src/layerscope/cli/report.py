@@ -14,8 +14,6 @@ from layerscope.report import html
 from layerscope.report.parts import Document, Fold, Part, Sentence, renamed
 from layerscope.report.writing import printable
 
-__all__ = ["command"]
-
 EXAMPLES = options.examples(
     "layerscope report runs/fp32",
     "layerscope report comparison.json -o report.html",

@@ -10,8 +10,6 @@ from layerscope.cli import options
 from layerscope.errors import MissingExtra
 from layerscope.report.writing import printable
 
-__all__ = ["command"]
-
 EXAMPLES = options.examples("layerscope serve runs", "layerscope serve /data/experiments --port 9000")
 
 

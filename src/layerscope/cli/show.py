@@ -24,8 +24,6 @@ from layerscope.report.writing import NOTHING, number
 if TYPE_CHECKING:
     from layerscope.store import Damage, Run
 
-__all__ = ["adjacent_parts", "command", "document"]
-
 EXAMPLES = options.examples(
     "layerscope show runs/fp32",
     "layerscope show runs/fp32 'model.layers.*' --adjacent",

@@ -14,8 +14,6 @@ from layerscope.report.writing import many
 if TYPE_CHECKING:
     from layerscope.compile_taps.compiled_folder import Saved
 
-__all__ = ["tapped_document"]
-
 LOGITS = "logits"
 AGAIN = "these were tapped when the model was compiled; layerscope.compile(...) again for others"
 

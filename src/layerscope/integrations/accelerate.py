@@ -26,8 +26,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from layerscope.monitor import Monitor, Watch
 
-__all__ = ["batches"]
-
 Batch = TypeVar("Batch")
 
 

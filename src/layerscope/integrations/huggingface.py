@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from layerscope.monitor import Watch
     from layerscope.monitor.loaders import Drawn
 
-__all__ = ["MonitorCallback"]
-
 
 class MonitorCallback(TrainerCallback):
     """Tell Monitors and Watches where a Trainer stands; save at each epoch's end, let go at the end."""

@@ -31,8 +31,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from layerscope.monitor import Watch
 
-__all__ = ["MonitorCallback"]
-
 
 class MonitorCallback(Callback):
     """Tell Monitors and Watches where a Trainer stands; save at each epoch's end, let go at the end."""

@@ -20,8 +20,6 @@ from layerscope.pages.statistics import STATISTICS
 from layerscope.stats import Summary
 from layerscope.store import Run
 
-__all__ = ["Overlays", "write_overlays"]
-
 GRAPH = "main"  # the graph's id, as most of its adapters name the one they make
 # Which measures, and which of several values of a module is the worst.
 MEASURES: dict[str, Callable[[float, float], float]] = {

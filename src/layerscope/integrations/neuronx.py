@@ -30,8 +30,6 @@ from layerscope.compile_taps.hidden_states import remember
 from layerscope.errors import MissingExtra, NothingRecorded, Unsupported
 from layerscope.recorder import Recording, RecordOptions, record
 
-__all__ = ["Application", "application", "ready"]
-
 _STATES = "neuronx_distributed_inference.models.model_base"
 _COMPILED = "model.pt"
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from layerscope.rules import Alarm, Frame
     from layerscope.stats import Summary
 
-__all__ = ["Parquet"]
-
 ROWS = 1 << 16  # of a file
 
 _WHERE = {"epoch": "int64", "step": "int64", "batch": "int64", "rank": "int64", "point": "string", "name": "string"}

@@ -14,8 +14,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["picture"]
-
 LEAST, MOST = 64, 256  # how many pixels a head's longer side has
 GAP = 2
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from layerscope.rules import Frame
     from layerscope.stats import Summary
 
-__all__ = ["STATISTICS", "distributions", "known", "numbers"]
-
 STATISTICS = ("mean", "std", "absmax", "l2")
 _ALL = ("mean", "std", "min", "max", "absmax", "l1", "l2", "rms", "zeros", "p1", "p5", "p50", "p95", "p99")
 

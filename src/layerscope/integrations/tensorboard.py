@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from layerscope.rules import Alarm
     from layerscope.stats import Summary
 
-__all__ = ["TensorBoard", "write_comparison", "write_run"]
-
 MEASURES = ("relative_l2", "max_abs", "mean_abs", "mse", "cosine", "correlation", "sqnr")
 
 PARTS, OCTAVES = 8, 6  # of a histogram: about a hundred bins

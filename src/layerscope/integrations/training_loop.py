@@ -21,8 +21,6 @@ from layerscope.monitor.loaders import Drawn, remembering
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Training", "Watcher", "samples_of"]
-
 Watcher: TypeAlias = "Monitor | Watch | Callable[[torch.nn.Module, torch.optim.Optimizer], Watch]"
 
 

@@ -18,8 +18,6 @@ from layerscope.integrations.tags import STATISTICS, distributions, known, numbe
 if TYPE_CHECKING:
     from layerscope.rules import Alarm, Frame
 
-__all__ = ["WandB"]
-
 PARTS, OCTAVES = 8, 6  # of a histogram: about a hundred bins, and W&B takes 512
 STEP = "layerscope/step"
 

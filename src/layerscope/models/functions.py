@@ -19,8 +19,6 @@ from typing import Any
 
 from layerscope.errors import BadModel
 
-__all__ = ["function_at", "is_function", "run_file"]
-
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<in_file>\w+)|(?P<module>\w+(?:\.\w+)*):(?P<in_module>\w+)")
 
 

@@ -23,8 +23,6 @@ from layerscope.report.writing import some
 if TYPE_CHECKING:
     from layerscope.models.packed import Packing
 
-__all__ = ["Checkpoint", "is_checkpoint", "load_checkpoint"]
-
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 
 

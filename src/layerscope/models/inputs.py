@@ -20,8 +20,6 @@ from layerscope.models.weight_files import read_tensors
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEFAULT_PROMPT", "FORMS", "Inputs", "batches_of", "bytes_as_ids", "read_inputs"]
-
 DEFAULT_PROMPT = "The quick brown fox jumps over the lazy dog, and the lazy dog looks up: who was that?"
 FORMS = "FILE.safetensors, FILE.npz, FILE.pt, file.py:function or package.module:function"
 

@@ -22,8 +22,6 @@ from layerscope.runtimes.model_files import SUFFIXES, is_file, kind_of, opened
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BUILT_IN", "BuiltIn", "Loaded", "is_model", "load_model", "load_own_mamba"]
-
 
 class BuiltIn(NamedTuple):
     """A model that comes with layerscope; `build` imports what it needs when it is called."""

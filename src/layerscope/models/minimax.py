@@ -20,8 +20,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from layerscope.errors import BadModel
 
-__all__ = ["MiniMaxM2", "MiniMaxM2Config", "minimax_m2"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniMaxM2Config:

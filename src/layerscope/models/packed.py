@@ -21,8 +21,6 @@ from torch import nn
 
 from layerscope.errors import BadModel, first_line
 
-__all__ = ["Packing", "Unpacked", "packing_of", "unpacked"]
-
 # Where AWQ's `gemm` layout keeps the outputs of a word, from its low bits on: output 0 first, then 2, 4, 6, 1, 3, 5, 7.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")

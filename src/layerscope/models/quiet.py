@@ -14,8 +14,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["quiet"]
-
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 
 

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-__all__ = ["TinyTransformer", "tiny_transformer"]
-
 VOCABULARY = 256
 
 

@@ -14,8 +14,6 @@ from typing import Any
 from layerscope.errors import BadModel, MissingExtra, first_line
 from layerscope.models.quiet import quiet
 
-__all__ = ["BYTES", "has_tokenizer", "pretrained", "tokens_of"]
-
 BYTES = 256  # a vocabulary beyond these has tokens that are no bytes
 _TOKENIZERS = (
     "tokenizer.json",

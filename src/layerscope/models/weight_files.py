@@ -16,8 +16,6 @@ from typing import Any
 
 from layerscope.errors import BadModel, first_line
 
-__all__ = ["read_tensors", "read_weights", "weight_files"]
-
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the weights, safetensors first; empty where there are none."""

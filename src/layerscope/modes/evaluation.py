@@ -30,18 +30,6 @@ from layerscope.modes.registry import Mode, Setting, choose, variant
 from layerscope.progress import Progress
 from layerscope.runtimes.values import leaves
 
-__all__ = [
-    "WINDOW",
-    "Quality",
-    "evaluate",
-    "ids_of",
-    "layer_outputs",
-    "perplexity",
-    "text_of",
-    "window_of",
-    "windows_of",
-]
-
 WINDOW = 512  # tokens that are read at once, unless somebody says, or the model has room for fewer
 BYTES = 256
 CHUNK = 64  # positions whose distributions are in float64 at once

@@ -18,8 +18,6 @@ from layerscope.recorder.tensors import dtype_name, plain
 from layerscope.runtimes.values import rebuilt, replaced
 from layerscope.stats import fingerprint
 
-__all__ = ["dtype_of", "fingerprint_of", "fitted"]
-
 
 def fingerprint_of(batches: Iterable[Inputs]) -> str:
     """Return a text that equal inputs share: names, dtypes, shapes and values count, objects without tensors do not."""

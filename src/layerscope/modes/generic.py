@@ -26,8 +26,6 @@ from layerscope.errors import MissingExtra
 from layerscope.models.quiet import quiet
 from layerscope.modes.registry import Mode, Setting, copied
 
-__all__ = ["GENERIC", "GROUP_SIZE", "REFERENCE"]
-
 GROUP_SIZE = 32  # weights that share a scale in int4-weight
 EXTRA = "it takes torchao: pip install 'layerscope[quant]'"
 _QUANTISABLE = (torch.float32, torch.bfloat16, torch.float16)

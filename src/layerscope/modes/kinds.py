@@ -13,8 +13,6 @@ from layerscope.models.mamba import Mamba, sample_batches, samples_of
 from layerscope.modes.quamba import QUAMBA_MODES, calibrate, quantised, stored_calibration, why_not
 from layerscope.modes.registry import Mode, Setting
 
-__all__ = ["QUAMBA", "own_modes"]
-
 CALIBRATION = (8, 512)  # samples and tokens of each: scales of all the modes come from these, whatever is recorded
 ESSENTIAL = ("0", "2-1", "2-2", "2-4")
 BY_NAME = ("1",)  # an upper bound, not a way to run the model: in no group

@@ -16,8 +16,6 @@ from layerscope.runtimes import find
 from layerscope.store.layouts.components import COMPONENTS
 from layerscope.store.layouts.decoder import decoder
 
-__all__ = ["chosen_layers", "component_taps", "stack_of"]
-
 _WORDS = re.compile(r"(?:first|last|all|-?\d{1,9})(?:,(?:first|last|all|-?\d{1,9}))*")
 
 

@@ -24,8 +24,6 @@ from layerscope.modes.layer_taps import stack_of
 from layerscope.modes.registry import Mode, Setting, choose, copied, variant
 from layerscope.runtimes.values import replaced
 
-__all__ = ["OUTSIDE", "Mixture", "mixed", "stored_bits"]
-
 OUTSIDE = "(outside the layers)"  # embedding, last norm, head: everything that is in no layer
 
 

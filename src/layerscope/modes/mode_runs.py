@@ -32,8 +32,6 @@ from layerscope.store import Run
 from layerscope.store.address import folder
 from layerscope.store.manifest import NAME
 
-__all__ = ["Forward", "Recorded", "place_of", "plain_forward", "record_modes"]
-
 Forward: TypeAlias = Callable[[nn.Module, Inputs], object]
 
 

@@ -31,8 +31,6 @@ from layerscope.modes.registry import Mode, Setting
 from layerscope.modes.sensitivity import Measure, Share, relative_l2, sensitivities
 from layerscope.progress import Progress
 
-__all__ = ["Plan", "Planned", "last_layer_error", "perplexity_increase", "plan"]
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -27,8 +27,6 @@ from layerscope.models.tokenizer import BYTES, tokens_of
 from layerscope.modes.registry import Setting
 from layerscope.store.joining import SAMPLES
 
-__all__ = ["CALIB_DATA_NUM", "CALIB_SEQLEN", "DEFAULT_DIR", "TOKENS_AT_ONCE", "Prepared", "alpha_in", "prepare"]
-
 CALIB_DATA_NUM, CALIB_SEQLEN = 10, 512
 # Of one forward: from 1,000 to 5,000 a token takes the same time, of 8,000 a quarter more. The default is one forward.
 TOKENS_AT_ONCE = CALIB_DATA_NUM * CALIB_SEQLEN

@@ -25,8 +25,6 @@ from torch import nn
 
 from layerscope.errors import BadText, LayerscopeError, MissingExtra, NoSuchMode, Unsupported
 
-__all__ = ["GROUPS", "Mode", "ModeChoice", "Setting", "choose", "copied", "mode", "modes_of", "variant", "why_not"]
-
 GROUPS: dict[str, str] = {
     "all": "the reference and every variant of it",
     "fp_only": "floating point alone",

@@ -27,8 +27,6 @@ from layerscope.modes.registry import Mode, Setting
 from layerscope.progress import Progress
 from layerscope.runtimes.values import leaves
 
-__all__ = ["OUTSIDE", "Measure", "Sensitivity", "Share", "relative_l2", "sensitivities", "sensitivity"]
-
 # How far a model is from the one that the measure was made of; it takes its inputs in the dtype that comes with it.
 Measure: TypeAlias = Callable[[nn.Module, "torch.dtype | None"], float]
 

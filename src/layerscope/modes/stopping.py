@@ -17,8 +17,6 @@ from layerscope.patterns import select
 from layerscope.points import escape
 from layerscope.runtimes import find
 
-__all__ = ["NEVER", "Enough", "ending", "stop_of"]
-
 NEVER = "never"
 
 

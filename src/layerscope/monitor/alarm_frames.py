@@ -22,8 +22,6 @@ from layerscope.rules import Alarm, Frame, ParameterReading, Reading
 from layerscope.schedules import Schedule
 from layerscope.stats import Summary
 
-__all__ = ["Frame", "FrameSink", "Gathering", "ParameterReading", "Reading", "Sight"]
-
 _Statistics = Summary | Callable[[], Summary]
 
 

@@ -17,8 +17,6 @@ from layerscope.points import Point, Side
 from layerscope.recorder import Tap
 from layerscope.runtimes import eager
 
-__all__ = ["bounds_of", "innermost", "maps_of", "other_side", "points_of"]
-
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that steps: Accelerate's and Lightning's are wrappers of it."""

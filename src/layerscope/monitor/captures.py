@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerscope.points import Moment, Point
 
-__all__ = ["CapturedOutput", "EpochColumn", "Fetch", "Held", "Pieces", "held_in", "shape_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Config", "settings_in"]
-
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
 

@@ -25,8 +25,6 @@ from layerscope.recorder.tensors import plain
 from layerscope.runtimes.values import rebuilt
 from layerscope.store.losses import Losses
 
-__all__ = ["Gathered"]
-
 
 @final
 class Gathered:

@@ -20,8 +20,6 @@ from layerscope.monitor.streaming import joined, write_epoch
 from layerscope.recorder.tensors import undisturbed
 from layerscope.store.losses import Losses
 
-__all__ = ["ItemWriter"]
-
 
 @final
 class ItemWriter:

@@ -25,18 +25,6 @@ from layerscope.points import Leaf, leaf_text
 from layerscope.runtimes.values import leaves
 from layerscope.store.layouts.files import FileBatch, numpy_dtype, opened, write_json, write_pt
 
-__all__ = [
-    "Format",
-    "Outputs",
-    "array",
-    "keyed",
-    "member_name",
-    "next_number",
-    "own_path",
-    "write_custom",
-    "write_item",
-]
-
 Format = Literal["pt", "npy"]
 
 

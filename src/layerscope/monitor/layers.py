@@ -21,8 +21,6 @@ from layerscope.points import Moment, Point, unwrapped
 from layerscope.runtimes import eager
 from layerscope.schedules import Schedule, batches, epochs
 
-__all__ = ["Layer", "LayerChoice", "RecordType", "choices_of", "layers_of", "whole_numbers"]
-
 RecordType = Literal["single", "epoch_full"]
 _TYPES: tuple[RecordType, ...] = get_args(RecordType)
 

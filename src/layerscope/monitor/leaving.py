@@ -17,8 +17,6 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-__all__ = ["leave_on_sigterm"]
-
 _process = 0
 _holding: set[object] = set()
 

@@ -21,8 +21,6 @@ from typing import Any, Protocol, final
 
 from torch.utils.data import DataLoader
 
-__all__ = ["Drawn", "Followed", "Follower", "Pass", "following", "remembering"]
-
 # Index lists that are remembered between the sampler and the loop: workers and training loops fetch batches ahead.
 _AHEAD = 1 << 10
 

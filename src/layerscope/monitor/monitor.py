@@ -46,8 +46,6 @@ from layerscope.store import Run
 from layerscope.store.address import rank_folder
 from layerscope.store.losses import Losses
 
-__all__ = ["Driver", "Monitor"]
-
 _BUDGET = 1 << 30
 _MOST_RUNS = 10_000
 # When the process has been told to go: seconds for saving, and what a slow disk takes in one of them.

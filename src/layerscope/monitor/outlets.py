@@ -13,11 +13,9 @@ from __future__ import annotations
 from typing import final
 
 from layerscope.log import log
-from layerscope.monitor.alarm_frames import Frame, FrameSink
+from layerscope.monitor.alarm_frames import FrameSink
 from layerscope.rules import Alarm
-
-__all__ = ["Outlet"]
-
+from layerscope.rules.frames import Frame
 
 _LONGEST = 256  # frames that are passed over between two attempts
 

@@ -14,8 +14,6 @@ from layerscope.report.parts import Document, Sentence
 from layerscope.rules import Alarm
 from layerscope.store import Run
 
-__all__ = ["page", "record_of"]
-
 
 def page(alarms: Sequence[Alarm], run: Run, name: str) -> Document:
     """Build the page of a watched training."""

@@ -25,8 +25,6 @@ from layerscope.store import Run, open_run
 from layerscope.store.losses import Losses
 from layerscope.store.run import Entry
 
-__all__ = ["Stored"]
-
 _PIECE = 1 << 20  # values at a time
 
 

@@ -31,8 +31,6 @@ from layerscope.stats import Summary, summarize
 from layerscope.store.layouts.files import FileBatch, numpy_dtype, opened, write_json
 from layerscope.store.layouts.statistics import described
 
-__all__ = ["joined", "write_epoch"]
-
 _FIRST = 10  # values of a tensor that its statistics show
 _PROTOCOL = 2  # torch's own
 _ALIGNED = 64  # bytes: where torch begins a tensor in the file, so that it can be mapped

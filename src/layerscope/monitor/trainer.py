@@ -23,8 +23,6 @@ from typing import Any, ParamSpec, TypeVar, final
 from layerscope.monitor.loaders import Pass, following
 from layerscope.monitor.monitor import Monitor
 
-__all__ = ["MonitoredTrainer"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -14,8 +14,6 @@ from torch import nn
 
 from layerscope.runtimes import eager
 
-__all__ = ["unit_axes", "unit_axis"]
-
 _IMAGE = 4  # axes from which on the second is the units', where nothing else is known
 
 # Channels stand before as many axes as the name says; a batch before them may be left out.

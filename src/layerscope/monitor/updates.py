@@ -22,8 +22,6 @@ from layerscope.recorder.tensors import plain
 from layerscope.rules import ParameterReading
 from layerscope.stats import Summary, summarize
 
-__all__ = ["Updates"]
-
 _Statistics = Summary | Callable[[], Summary]
 
 

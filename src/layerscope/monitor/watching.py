@@ -28,7 +28,7 @@ import torch
 from layerscope import ranks
 from layerscope.errors import NothingRecorded, Stopped
 from layerscope.log import log
-from layerscope.monitor.alarm_frames import Frame, FrameSink, Gathering
+from layerscope.monitor.alarm_frames import FrameSink, Gathering
 from layerscope.monitor.alarm_taps import bounds_of, innermost, maps_of, other_side, points_of
 from layerscope.monitor.leaving import leave_on_sigterm
 from layerscope.monitor.outlets import Outlet
@@ -41,13 +41,11 @@ from layerscope.recorder import Recording, RecordOptions, Tap, record
 from layerscope.recorder.taps import level_of, schedule_of
 from layerscope.report import html
 from layerscope.rules import Alarm, ParameterReading, Rule, parse_rule
+from layerscope.rules.frames import Frame
 from layerscope.schedules import ALWAYS, Schedule
 from layerscope.schedules import every as every_nth
 from layerscope.stats import Summary
 from layerscope.store import MemoryRun, Run
-
-__all__ = ["Watch", "watch"]
-
 
 _T = TypeVar("_T")
 

@@ -16,8 +16,6 @@ from typing import Literal, Protocol, get_args
 from layerscope.points import Moment, Point
 from layerscope.rules.frames import Frame
 
-__all__ = ["ACTIONS", "Action", "Alarm", "Need", "Rule"]
-
 Action = Literal["warn", "snapshot", "stop"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 

@@ -16,8 +16,6 @@ from layerscope.rules.stating import Stated, refuse_unless
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Dead", "dead"]
-
 
 def dead(*, window: int = 100, limit: float = 0.5, action: Action = "warn") -> Dead:
     """Fire when more than `limit` of a layer's units gave nothing but zeros for `window` frames on end.

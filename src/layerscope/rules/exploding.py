@@ -16,8 +16,6 @@ from layerscope.rules.frames import Frame
 from layerscope.rules.stating import Stated, refuse_unless
 from layerscope.stats import Summary
 
-__all__ = ["Exploding", "exploding"]
-
 # An output that grows from nearly nothing (a branch that starts at zero) is no explosion before it is of size one.
 _ORDINARY = 1.0
 

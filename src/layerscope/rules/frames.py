@@ -19,8 +19,6 @@ from layerscope.stats import Summary
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Frame", "ParameterReading", "Reading"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:

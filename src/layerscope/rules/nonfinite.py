@@ -15,8 +15,6 @@ from layerscope.rules.frames import Frame, Reading
 from layerscope.rules.stating import Stated, refuse_unless
 from layerscope.stats import Summary
 
-__all__ = ["Nonfinite", "nonfinite"]
-
 
 def nonfinite(*, frames: int = 8, action: Action = "warn") -> Nonfinite:
     """Fire at the first value of a step that is NaN or infinite, with the last `frames` frames before it.

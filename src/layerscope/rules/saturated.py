@@ -12,8 +12,6 @@ from layerscope.rules.alarms import Action, Alarm
 from layerscope.rules.frames import Frame, Reading
 from layerscope.rules.stating import Stated, refuse_unless
 
-__all__ = ["Saturated", "saturated"]
-
 _EDGE = 0.05  # how near to an end of the range counts as being there, as a share of the range
 
 

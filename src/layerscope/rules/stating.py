@@ -15,8 +15,6 @@ from layerscope.errors import BadText
 from layerscope.rules.alarms import ACTIONS, Action, Alarm, Need
 from layerscope.rules.frames import Frame
 
-__all__ = ["Stated", "read", "refuse_unless"]
-
 _CALL = re.compile(r"\s*(?P<name>\w+)\s*(?:\((?P<settings>[^()]*)\)\s*)?")
 _SETTING = re.compile(r"\s*(?P<key>\w+)\s*=\s*(?P<value>[\w.+-]+)\s*")
 

@@ -13,8 +13,6 @@ from layerscope.rules.alarms import Action, Alarm, Need
 from layerscope.rules.frames import Frame, ParameterReading
 from layerscope.rules.stating import Stated, refuse_unless
 
-__all__ = ["Stuck", "stuck"]
-
 
 def stuck(*, limit: float = 0.0, window: int = 5, action: Action = "warn") -> Stuck:
     """Fire for a trainable parameter whose update-to-weight ratio was `limit` or less for `window` frames on end.

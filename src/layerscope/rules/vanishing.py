@@ -16,8 +16,6 @@ from layerscope.rules.frames import Frame
 from layerscope.rules.stating import Stated, refuse_unless
 from layerscope.stats import Summary
 
-__all__ = ["Vanishing", "vanishing"]
-
 
 def vanishing(*, limit: float = 1e-6, window: int = 5, action: Action = "warn") -> Vanishing:
     """Fire where the gradient has been below `limit` times the step's largest for `window` frames on end.

@@ -20,8 +20,6 @@ import numpy as np
 from layerscope.errors import BadText
 from layerscope.stats.tensor_views import Array
 
-__all__ = ["ABSMAX", "ROWS", "TIMES", "Adding", "Channels", "Layout", "folded"]
-
 MOST = 1 << 18  # channels; a tensor that has more is taken as one channel
 TIMES = 6.0  # the median channel, from which one may be an outlier
 

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["Launch", "allow_captures", "copying", "launcher", "why_no_driver"]
-
 Launch = Callable[..., None]  # takes the kernel's arguments, a pointer as an address, and how many programs run it
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT

@@ -15,8 +15,6 @@ import numpy as np
 from layerscope.stats.channels import Adding
 from layerscope.stats.tensor_views import Array
 
-__all__ = ["NOTHING", "Engine", "Sweep", "backend", "engine", "joined"]
-
 
 class Sweep(NamedTuple):
     """What one pass over some items leaves; sums are over the finite ones.

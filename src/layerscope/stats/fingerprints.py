@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK", "MIX_ADD", "MIX_FIRST", "MIX_SECOND", "WEIGHTS", "fingerprints", "mixed"]
-
 BLOCK = 1024
 MIX_FIRST = 0x9E3779B97F4A7C15
 MIX_ADD = 0x2545F4914F6CDD1D

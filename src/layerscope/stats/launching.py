@@ -24,8 +24,6 @@ import torch
 
 from layerscope.stats.driver import Launch, launcher, why_no_driver
 
-__all__ = ["ANY", "FUSED", "INTERPRETED", "Launch", "Launching", "constant", "jit", "launching", "tl", "why_not"]
-
 # Imported as Any, and only where it is installed: what Triton compiles is not Python to a type checker.
 try:
     triton: Any = import_module("triton")

@@ -27,8 +27,6 @@ from layerscope.stats.fingerprints import BLOCK, MIX_ADD, MIX_FIRST, MIX_SECOND,
 from layerscope.stats.sketch import LOWEST, STEPS
 from layerscope.stats.tensor_views import Array
 
-__all__ = ["careful", "channels", "drain", "fingerprints", "full", "moments", "tables", "tally"]
-
 numba: Any = import_module("numba")  # as Any: what it compiles is not Python to a type checker
 
 _CONSTANTS = zlib.crc32(repr((BLOCK, MIX_FIRST, MIX_ADD, MIX_SECOND, LOWEST, STEPS)).encode())

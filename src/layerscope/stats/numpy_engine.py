@@ -22,8 +22,6 @@ from layerscope.stats.fingerprints import mixed
 from layerscope.stats.sketch import LOWEST, STEPS
 from layerscope.stats.tensor_views import Array
 
-__all__ = ["careful", "channels", "drain", "fingerprints", "full", "moments", "tables", "tally"]
-
 _BLOCK = 1 << 16  # items at a time: their copies as float64 stay in the second-level cache
 _COUNTED = 1 << 18  # items of 16 bits at a time: each time costs as much as adding up 65 536 counters
 _WORTH_COUNTING = 1 << 14  # items of 16 bits from which counters are cheaper than floats

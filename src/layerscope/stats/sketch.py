@@ -24,8 +24,6 @@ import numpy.typing as npt
 from layerscope.errors import BadText
 from layerscope.stats.tensor_views import Array
 
-__all__ = ["LOWEST", "STEPS", "Histogram", "Sketch", "buckets", "quantiles"]
-
 STEPS = 64  # buckets between one power of two and the next
 LOWEST = -126  # magnitudes below 2**LOWEST count as zero
 

@@ -22,8 +22,6 @@ from layerscope.stats.sketch import Histogram, Sketch
 if TYPE_CHECKING:
     from layerscope.report.parts import Value
 
-__all__ = ["PERCENTILES", "Summary"]
-
 PERCENTILES = (1, 5, 50, 95, 99)
 
 

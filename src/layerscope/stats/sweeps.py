@@ -27,8 +27,6 @@ from layerscope.stats.tensor_views import FIRST, Array, Bits, byte_values, item_
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["fingerprint", "prepare", "summarize"]
-
 _DRAIN = 1 << 30  # items after which the buckets are emptied: their counters are 32 bits wide
 
 

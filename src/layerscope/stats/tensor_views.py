@@ -26,8 +26,6 @@ from layerscope.stats.fingerprints import mixed
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FIRST", "ITEMS", "Array", "Bits", "byte_values", "is_wide", "item_of", "lying", "read"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 # How one item of each dtype is held: numpy's own type where it has one, else unsigned bits. float16 is held as int16

@@ -19,8 +19,6 @@ from torch import nn
 from layerscope.runtimes.snapshot import RandomState
 from layerscope.runtimes.values import replaced
 
-__all__ = ["Begun", "beginning", "original", "why_not"]
-
 
 class Begun:
     """What the first forward of a model was given, as copies that nobody changes."""

@@ -35,8 +35,6 @@ from layerscope.store.floors import Checked, Fed, Floors, write_floors
 from layerscope.twins.begun import Begun, why_not
 from layerscope.twins.twin import EPSILON, Twin, moving, run, twins_of
 
-__all__ = ["measure", "measure_floors"]
-
 Key: TypeAlias = "tuple[str, int]"  # a point's text and a call
 
 _NEARLY = 1e-3  # a replay this near is the same computation; compiled ones fuse what eager does not

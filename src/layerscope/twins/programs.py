@@ -30,8 +30,6 @@ from layerscope.twins.begun import Begun
 from layerscope.twins.measuring import Measuring, Replay, typical
 from layerscope.twins.twin import EPSILON, Twin, moved, twins_of
 
-__all__ = ["measure_program"]
-
 _NEARLY = 1e-6  # a replay in the same runtime has nothing to round otherwise
 _LEFT_OUT = (
     "coarser arithmetics: which values a cast model would round is not known of a program; its eager source has them",

@@ -23,8 +23,6 @@ from layerscope.runtimes.eager import modules_of
 from layerscope.runtimes.values import replaced
 from layerscope.twins.begun import Begun
 
-__all__ = ["EPSILON", "Twin", "run", "twins_of"]
-
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _ORDER = tuple(EPSILON)
 _FINER = {"float32": "float64", "float16": "float32", "bfloat16": "float32"}

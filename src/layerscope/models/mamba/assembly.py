@@ -14,8 +14,6 @@ from layerscope.models.mamba.mamba_config import MambaConfig
 from layerscope.models.mamba.model import Mamba
 from layerscope.report.writing import some
 
-__all__ = ["assembled", "shapes"]
-
 _HEAD, _EMBEDDINGS = "lm_head.weight", "backbone.embeddings.weight"
 
 

@@ -18,8 +18,6 @@ from layerscope.models.mamba.drawing import drawn_weights
 from layerscope.models.mamba.mamba_config import MambaConfig
 from layerscope.models.mamba.model import Mamba
 
-__all__ = ["LARGE", "SMALL", "quamba_130m", "quamba_small"]
-
 LARGE = MambaConfig(hidden_size=768, time_step_rank=48)
 SMALL = MambaConfig(hidden_size=128, time_step_rank=8)
 

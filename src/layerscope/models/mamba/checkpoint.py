@@ -22,8 +22,6 @@ from layerscope.models.mamba.model import Mamba
 from layerscope.models.mamba.w8a8 import unpacked
 from layerscope.models.weight_files import read_weights
 
-__all__ = ["is_mamba", "is_state_spaces", "load_mamba"]
-
 _COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "state_size", "expand", "conv_kernel", "time_step_rank")
 _OTHERS = ("use_bias", "use_conv_bias", "tie_word_embeddings", "layer_norm_epsilon")
 

@@ -16,8 +16,6 @@ import torch
 from layerscope.models.mamba.assembly import shapes
 from layerscope.models.mamba.mamba_config import MambaConfig
 
-__all__ = ["drawn_weights"]
-
 # A trained Mamba's B and C are of the order of one; drawn like the other projections they would be a hundredth.
 _GAINS = {"x_proj.weight": 4.0, "conv1d.weight": 2.0}
 _SHORTEST_STEP, _LONGEST_STEP = 1e-3, 1e-1

@@ -20,8 +20,6 @@ from layerscope.models.mamba.mamba_config import MambaConfig
 from layerscope.models.mamba.scan import selective_scan
 from layerscope.models.mamba.w8a8 import Grids
 
-__all__ = ["Backbone", "CausalConv", "Mamba", "MambaBlock", "Mixer", "RMSNorm", "Scan"]
-
 
 class Mamba(nn.Module):
     """Token ids in, logits of the next token out; its weights are empty until they are loaded or drawn."""

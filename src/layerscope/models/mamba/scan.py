@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["linear_recurrence", "selective_scan"]
-
 # Two tensors of so many float32 stay in a core's cache; of eight times as many the scan took half as long again.
 _NUMBERS_AT_ONCE = 1 << 18
 _SHORTEST = 4  # tokens of a chunk, however wide the model

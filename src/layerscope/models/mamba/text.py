@@ -15,8 +15,6 @@ import torch
 
 from layerscope.errors import BadText
 
-__all__ = ["Split", "excerpt", "sample_batches", "samples_of"]
-
 Split = Literal["calibration", "recorded"]
 
 

@@ -17,8 +17,6 @@ import torch
 from layerscope.errors import BadModel
 from layerscope.models.mamba.mamba_config import MambaConfig
 
-__all__ = ["Grids", "unpacked"]
-
 _PROJECTIONS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 
 

@@ -30,9 +30,6 @@ from layerscope.store import cache_folder, strictjson
 from layerscope.store.address import LocalFolder
 from layerscope.store.checksum import crc32c, text
 
-__all__ = ["Calibration", "Scales", "calibrate", "stored_calibration"]
-
-
 # Counts up when other scales come of the same settings.
 _VERSION = 1
 

@@ -15,8 +15,6 @@ from torch.nn import functional as F  # noqa: N812
 from layerscope.models.mamba import selective_scan
 from layerscope.modes.quamba.int8 import LIMIT, Arithmetic, Codes
 
-__all__ = ["FAST"]
-
 # float32 holds every integer up to 2**24, so a sum of this many products of codes is exact in any order.
 _EXACT_IN_FLOAT32 = 2**24 // LIMIT**2
 

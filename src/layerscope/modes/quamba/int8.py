@@ -17,8 +17,6 @@ import torch
 
 from layerscope.errors import Unsupported
 
-__all__ = ["LIMIT", "Arithmetic", "Codes", "quantise", "rescaled", "scale_of_rows", "scale_of_tensor"]
-
 # Symmetric: -128 is never used, so that the grid has as many steps below zero as above.
 LIMIT = 127
 

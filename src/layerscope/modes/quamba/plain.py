@@ -12,8 +12,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from layerscope.modes.quamba.int8 import Arithmetic, Codes
 
-__all__ = ["PLAIN"]
-
 
 def _products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply int8 rows with int8 rows."""

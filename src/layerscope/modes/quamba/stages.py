@@ -19,8 +19,6 @@ from layerscope.models.mamba import CausalConv, selective_scan
 from layerscope.modes.quamba.calibration import Scales
 from layerscope.modes.quamba.int8 import Arithmetic, Codes, quantise, rescaled, scale_of_rows, scale_of_tensor
 
-__all__ = ["Convolution", "FloatScan", "Gives", "Int8Scan", "Projection"]
-
 Gives: TypeAlias = Literal["codes", "floats on the grid", "floats"]
 
 

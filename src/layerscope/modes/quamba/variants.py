@@ -22,8 +22,6 @@ from layerscope.modes.quamba.int8 import Arithmetic
 from layerscope.modes.quamba.plain import PLAIN
 from layerscope.modes.quamba.stages import Convolution, FloatScan, Gives, Int8Scan, Projection
 
-__all__ = ["QUAMBA_MODES", "quantised", "why_not"]
-
 
 class Recipe(NamedTuple):
     """Where INT8 happens: what the convolution gives, what the scan computes with, where the input scale is from.

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 from layerscope.runtimes.onnx.call_numbers import SIZES, OnnxNode
 
-__all__ = ["NamesRead", "read_names", "read_order", "values_aside", "weights_of", "without_metadata"]
-
 _REPEATED = re.compile(r"(.+)_\d+")
 _QUANTISERS = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 # Of these, what is made of sizes and constants alone is a size again.

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from layerscope.runtimes.onnx.session import library
 
-__all__ = ["PRODUCTS", "dequantised", "grid_of", "quantised_values_alone"]
-
 _VALUES = "layerscope/values/"
 # Where a quantised operation is told the scale of what it gives; the others have one input.
 _OUTPUT_SCALE = {"QLinearConv": 6, "QLinearMatMul": 6, "QLinearAdd": 6, "QLinearMul": 6, "QGemm": 7, "QLinearConcat": 0}

@@ -20,10 +20,9 @@ import torch
 from layerscope.stats.channels import ROWS, Channels, Layout, folded
 from layerscope.stats.device.slots import KINDS, on, worth_on
 from layerscope.stats.device.sweeping import bits_of
-from layerscope.stats.launching import ANY, Launch, Launching, constant, jit, launching, tl
+from layerscope.stats.driver import Launch
+from layerscope.stats.launching import ANY, Launching, constant, jit, launching, tl
 from layerscope.stats.tensor_views import Array
-
-__all__ = ["ChannelSums", "Laid", "add_channels", "join_channels", "prepare_channels"]
 
 _AT_ONCE, _COLUMNS = 8, 128  # rows and channels of a tile
 _GROUP = 512  # rows that one program takes, unless there are too many of them

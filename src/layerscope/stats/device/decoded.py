@@ -16,8 +16,6 @@ from layerscope.stats.sketch import LOWEST, STEPS, Sketch
 from layerscope.stats.summary import Summary
 from layerscope.stats.tensor_views import Array
 
-__all__ = ["Numbers", "Results"]
-
 
 class _Buckets(NamedTuple):
     """Occupied places of a bucket table, ascending, and their counts: first the positive half, then the negative."""

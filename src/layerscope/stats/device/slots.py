@@ -21,8 +21,6 @@ from layerscope.stats.fingerprints import WEIGHTS
 from layerscope.stats.launching import ANY, Launching, launching
 from layerscope.stats.tensor_views import Array, byte_values
 
-__all__ = ["KINDS", "MOST", "Level", "ResultBuffer", "Slots", "Start", "StartAll", "on", "prepare", "takes", "worth_on"]
-
 
 class _Kind(NamedTuple):
     """How a kernel reads one dtype: as which numbers, from items of which width, how many threads take how many."""

@@ -11,8 +11,6 @@ from layerscope.stats.fingerprints import BLOCK, MIX_ADD, MIX_FIRST, MIX_SECOND
 from layerscope.stats.launching import INTERPRETED, constant, jit, tl
 from layerscope.stats.sketch import LOWEST, STEPS
 
-__all__ = ["HEAD", "PROGRAMS", "WORDS", "bits_of", "gather", "peak", "sweep", "sweep_all"]
-
 PROGRAMS = 512  # that sweep one tensor, at most
 WORDS = 16  # in the row of each
 HEAD = 32  # words in what they come to together
