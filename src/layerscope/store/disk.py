@@ -88,12 +88,15 @@ class Unsealed(Columns):
 
     def refresh(self) -> None:
         """Read on behind the last whole frame, or all of it where that is not there any more."""
-        data = self._files.read(self.name, offset=self.end - len(self._last))
-        if not data.startswith(self._last):
-            self._begin()
-            data = self._files.read(self.name)
-        data = data[len(self._last) :]
-        found = journal.read(data, run=self._run)
+        for _ in range(2):  # a read beside a write may have its pages from before and after it: damage is seen twice
+            data = self._files.read(self.name, offset=self.end - len(self._last))
+            if not data.startswith(self._last):
+                self._begin()
+                data = self._files.read(self.name)
+            data = data[len(self._last) :]
+            found = journal.read(data, run=self._run)
+            if not found.damage:
+                break
         more = Columns.of(found.rows, found.checks)
         self._hold(Columns.joined([self, more], [0, 0]) if self.rows else more)
         self.damage += [(f"byte {self.end + at}: {why}", None) for at, why in found.damage]
