@@ -48,7 +48,7 @@ def main() -> int:
             if one.run is None or one.error is not None:
                 failed = True
                 continue
-            if asked.quantize and "quant_only" not in one.mode.groups:
+            if asked.quantize and not one.mode.quantised:
                 tell_user(f"mode {one.mode.name} is in floating point: --quantize changes nothing of it")
             save(one.run, one.mode.name, Path(asked.output_dir))
             del one

@@ -31,7 +31,7 @@ def write(folder, mode: str, **layers: np.ndarray) -> None:
 
 @pytest.fixture
 def modes(tmp_path):
-    """A folder, with a space in its name, of modes in Quamba's layout: 2-1 is off from layer 0 on."""
+    """A folder, with a space in its name, of modes in Quamba's layout: port is off from layer 0 on."""
     rng = np.random.default_rng(0)
     folder = tmp_path / "layer outputs"
     a, b = (rng.normal(size=(4, 8, 16)).astype(np.float32) for _ in range(2))
@@ -39,7 +39,7 @@ def modes(tmp_path):
     write(folder, "fp32", layer_0=a, layer_23=b)
     write(folder, "copy", layer_0=a, layer_23=b)
     write(folder, "fp16", layer_0=a.astype(np.float16), layer_23=b.astype(np.float16))
-    write(folder, "2-1", layer_0=off[0], layer_23=off[1])
+    write(folder, "port", layer_0=off[0], layer_23=off[1])
     write(folder, "short", layer_0=a[:, :4], layer_23=b[:, :4])
     return folder
 
@@ -69,23 +69,23 @@ def test_the_same_is_0_noise_is_0_and_a_difference_is_1(cli, modes):
     noise = cli("compare", f"{modes}:fp32", f"{modes}:fp16")
     assert noise.code == 0
     assert "✓ fp16 agrees up to noise with fp32" in noise.out
-    differs = cli("compare", f"{modes}:fp32", f"{modes}:2-1")
+    differs = cli("compare", f"{modes}:fp32", f"{modes}:port")
     assert (differs.code, differs.err) == (1, "")
-    assert "✗ 2-1 differs from fp32: layers.0 parts first" in differs.out
+    assert "✗ port differs from fp32: layers.0 parts first" in differs.out
 
 
 @pytest.mark.parametrize(
     ("candidate", "fail_on", "code"),
     [
-        ("2-1", ["never"], 0),
-        ("2-1", ["root"], 1),
-        ("2-1", ["nonfinite"], 0),
-        ("2-1", ["nonfinite", "root"], 1),
-        ("2-1", ["missing", "unpaired"], 0),
-        ("2-1", ["band:fair"], 1),
-        ("2-1", ["band:mse:large"], 1),
+        ("port", ["never"], 0),
+        ("port", ["root"], 1),
+        ("port", ["nonfinite"], 0),
+        ("port", ["nonfinite", "root"], 1),
+        ("port", ["missing", "unpaired"], 0),
+        ("port", ["band:fair"], 1),
+        ("port", ["band:mse:large"], 1),
         ("fp16", ["band:mse:large"], 0),
-        ("2-1", ["band:correlation:good"], 1),
+        ("port", ["band:correlation:good"], 1),
         ("fp16", ["band:good"], 0),
         ("fp16", ["band:very-close"], 1),
         ("fp16", ["root"], 0),
@@ -126,7 +126,7 @@ def test_wrong_input_is_one_sentence_and_2(cli, modes, tmp_path):
     for candidate, says in (
         (tmp_path / "nowhere", "is not a run"),
         (tmp_path / "empty", "is not a run"),
-        (f"{modes}:9", "has no mode '9'; it has 2-1, copy"),
+        (f"{modes}:9", "has no mode '9'; it has copy, cut"),
         (f"{modes}:cut", "truncated"),
         (f"{modes}:evil", "pickle"),
         (f"{modes}:short", "shapes differ, [4, 8, 16] against [4, 4, 16]"),
@@ -179,10 +179,10 @@ def test_a_candidate_with_nan_is_1_because_the_reference_is_sound(cli, modes):
 
 
 def test_of_several_one_that_cannot_be_compared_is_a_row_with_its_reason_and_2(cli, modes):
-    answer = cli("compare", *(f"{modes}:{m}" for m in ("fp32", "copy", "short", "absent", "2-1")))
+    answer = cli("compare", *(f"{modes}:{m}" for m in ("fp32", "copy", "short", "absent", "port")))
     assert answer.code == 2
     table = answer.out[answer.out.index("SUMMARY TABLE") :].splitlines()[2:6]
-    assert [line.split()[0] for line in table] == ["copy", "short", "absent", "2-1"]
+    assert [line.split()[0] for line in table] == ["copy", "short", "absent", "port"]
     assert "not compared" in table[1]
     assert "shapes differ, [4, 8, 16] against [4, 4, 16]" in table[1]
     assert "has no mode 'absent'" in table[2]
@@ -193,10 +193,10 @@ def test_of_several_one_that_cannot_be_compared_is_a_row_with_its_reason_and_2(c
 
 
 def test_the_numbers_are_those_of_numpy(cli, modes):
-    page = read(cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--json").out)
+    page = read(cli("compare", f"{modes}:fp32", f"{modes}:port", "--json").out)
     assert [row["name"] for row in page["rows"]] == ["layers.0", "layers.23"]
     for layer, row in zip((0, 23), page["rows"], strict=True):
-        r, c = (np.load(modes / f"mode_{m}_layer_{layer}.npy").astype(np.float64) for m in ("fp32", "2-1"))
+        r, c = (np.load(modes / f"mode_{m}_layer_{layer}.npy").astype(np.float64) for m in ("fp32", "port"))
         d = c - r
         assert row["metrics"]["mse"] == pytest.approx((d**2).mean(), rel=1e-9)
         assert row["metrics"]["mae"] == pytest.approx(abs(d).mean(), rel=1e-9)
@@ -205,7 +205,7 @@ def test_the_numbers_are_those_of_numpy(cli, modes):
 
 
 def test_the_labels_that_people_search_for_are_on_lines_of_their_own(cli, modes):
-    lines = [line.strip() for line in cli("compare", f"{modes}:fp32", f"{modes}:2-1").out.splitlines()]
+    lines = [line.strip() for line in cli("compare", f"{modes}:fp32", f"{modes}:port").out.splitlines()]
     assert lines.count("Layer 0 - Comparison Results") == lines.count("Layer 23 - Comparison Results") == 1
     for label in ("MSE:", "RMSE:", "MAE:", "Mean Diff:", "Relative MSE:", "Correlation:", "50th (Median):", "99th:"):
         assert sum(line.startswith(label) for line in lines) == 2, label
@@ -232,11 +232,11 @@ def test_points_choose_what_is_compared(cli, runs):
 
 
 def test_a_noise_run_is_what_the_verdict_rests_on_and_the_limit_can_be_set(cli, modes):
-    pair = (f"{modes}:fp32", f"{modes}:2-1", "--detail", "none")
-    answer = cli("compare", *pair, "--noise", f"{modes}:2-1")
+    pair = (f"{modes}:fp32", f"{modes}:port", "--detail", "none")
+    answer = cli("compare", *pair, "--noise", f"{modes}:port")
     assert answer.code == 0
-    assert f"the floor that {modes}:2-1 shows" in answer.out
-    assert cli("compare", *pair, "--noise", f"{modes}:2-1", "--limit", "0.01").code == 1
+    assert f"the floor that {modes}:port shows" in answer.out
+    assert cli("compare", *pair, "--noise", f"{modes}:port", "--limit", "0.01").code == 1
     assert cli("compare", *pair, "--limit", "0").code == 2
 
 
@@ -254,29 +254,29 @@ def test_bands_are_changed_by_text_or_by_file(cli, modes, tmp_path):
 
 def test_rules_are_read_from_a_file(cli, modes, tmp_path):
     (tmp_path / "rules").write_text("ignore layers.0\n")
-    page = read(cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--pairing", tmp_path / "rules", "--json").out)
+    page = read(cli("compare", f"{modes}:fp32", f"{modes}:port", "--pairing", tmp_path / "rules", "--json").out)
     assert [row["name"] for row in page["rows"]] == ["layers.23"]
-    assert cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--pairing", tmp_path / "nowhere").code == 2
+    assert cli("compare", f"{modes}:fp32", f"{modes}:port", "--pairing", tmp_path / "nowhere").code == 2
     (tmp_path / "rules").write_text("marry a b\n")
-    answer = cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--pairing", tmp_path / "rules")
+    answer = cli("compare", f"{modes}:fp32", f"{modes}:port", "--pairing", tmp_path / "rules")
     assert answer.code == 2
     assert "marry" in answer.err
     (tmp_path / "rules").write_bytes(b"\xff\xfe\0")
-    answer = cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--pairing", tmp_path / "rules")
+    answer = cli("compare", f"{modes}:fp32", f"{modes}:port", "--pairing", tmp_path / "rules")
     assert answer.code == 2
     assert "is no file of rules: it is not text in UTF-8" in answer.err
 
 
 def test_a_limit_that_is_no_number_is_one_sentence_and_2(cli, modes):
-    answer = cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--limit", "nan")
+    answer = cli("compare", f"{modes}:fp32", f"{modes}:port", "--limit", "nan")
     assert answer.code == 2
     assert answer.err.startswith("layerscope: limit is how many times the floor an error may be")
     assert "unexpected" not in answer.err
 
 
 def test_markdown_and_json_are_two_pages(cli, modes):
-    pair = (f"{modes}:fp32", f"{modes}:2-1")
-    assert cli("compare", *pair, "--markdown").out.startswith("# fp32 against 2-1\n")
+    pair = (f"{modes}:fp32", f"{modes}:port")
+    assert cli("compare", *pair, "--markdown").out.startswith("# fp32 against port\n")
     assert cli("compare", *pair, "--markdown", "--json").code == 2
 
 
@@ -284,12 +284,12 @@ def test_markdown_and_json_are_two_pages(cli, modes):
 
 
 def test_the_saved_comparison_is_what_json_prints_in_folders_that_are_made(cli, modes, tmp_path):
-    to = tmp_path / "new folder" / "deeper" / "2-1.json"
-    answer = cli("compare", f"{modes}:fp32", f"{modes}:2-1", "--json", "--save_comparison", to)
+    to = tmp_path / "new folder" / "deeper" / "port.json"
+    answer = cli("compare", f"{modes}:fp32", f"{modes}:port", "--json", "--save_comparison", to)
     assert answer.code == 1
     assert to.read_text() == answer.out
     assert read(answer.out)["verdict"] == "differs"
-    assert [p.name for p in to.parent.iterdir()] == ["2-1.json"]
+    assert [p.name for p in to.parent.iterdir()] == ["port.json"]
     cli("compare", f"{modes}:fp32", f"{modes}:copy", "--save-comparison", to)
     assert read(to.read_text())["verdict"] == "same"
 

@@ -98,7 +98,7 @@ LONG = {  # of each of three; more than a million together
     **dict.fromkeys(("npz", "npy", "pt"), 5_000),
     "run": 2_000,
     "inputs": 4_000,
-    "onnx": 1_000,
+    "onnx": 10_000,
     "checkpoint": 300,
 }
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -72,28 +71,31 @@ def test_a_second_writer_and_recover_are_refused_while_the_first_lives(writing):
 
 def test_of_two_that_start_at_once_one_writes_and_one_is_refused(tmp_path):
     script = textwrap.dedent("""
-        import sys, time
+        import sys
         from layerscope.errors import LayerscopeError
         from layerscope.store import Manifest, Writer
-        while time.time() < float(sys.argv[2]): pass
+        print("ready", flush=True)
+        sys.stdin.readline()
         try:
             writer = Writer(sys.argv[1], Manifest())
         except LayerscopeError as error:
-            print(type(error).__name__)
+            print(type(error).__name__, flush=True)
         else:
-            time.sleep(0.5)
+            print("writing", flush=True)
+            sys.stdin.readline()
             print(writer.close().state)
     """)
     for n in range(2):
-        start = str(time.time() + 0.6)
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-c", script, str(tmp_path / f"run{n}"), start], stdout=subprocess.PIPE, text=True
-            )
-            for _ in range(2)
-        ]
-        words = sorted(child.communicate()[0].strip() for child in children)
-        assert words in (["RunBusy", "complete"], ["RunExists", "complete"])
+        command = [sys.executable, "-c", script, str(tmp_path / f"run{n}")]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        children = [subprocess.Popen(command, **pipes) for _ in range(2)]
+        assert [child.stdout.readline() for child in children] == ["ready\n"] * 2
+        for child in children:
+            child.stdin.write("\n")
+        said = {child.stdout.readline().strip(): child for child in children}
+        assert sorted(said) in (["RunBusy", "writing"], ["RunExists", "writing"])
+        assert said.pop("writing").communicate("\n")[0] == "complete\n"
+        said.popitem()[1].communicate()
         assert open_run(tmp_path / f"run{n}").complete
 
 

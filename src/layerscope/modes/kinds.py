@@ -31,7 +31,7 @@ def _quantised(model: nn.Module, setting: Setting, *, mode: str) -> nn.Module:
 
 def _quamba(name: str, about: str) -> Mode:
     groups = set() if name in BY_NAME else {"all", "quant_only"} | ({"essential"} if name in ESSENTIAL else set())
-    return Mode(name, about, partial(_quantised, mode=name), why_not, frozenset(groups))
+    return Mode(name, about, partial(_quantised, mode=name), why_not, frozenset(groups), quantised=True)
 
 
 QUAMBA = tuple(_quamba(name, about) for name, about in QUAMBA_MODES.items())

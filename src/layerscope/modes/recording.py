@@ -84,7 +84,7 @@ def record_modes(
 
     def recorded(mode: Mode, address: str | None) -> Run:
         own = variant(model, mode, setting)
-        grid = {"quantised": f"mode {mode.name}"} if "quant_only" in mode.groups else {}
+        grid = {"quantised": f"mode {mode.name}"} if mode.quantised else {}
         recording = record(
             own,
             asked,

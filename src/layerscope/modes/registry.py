@@ -71,7 +71,8 @@ class Mode:
 
     `about` says in a line what it changes; `make` returns the variant and leaves the given model as it is. `applies`
     returns None for a model it fits and the reason for one it does not, and runs nothing; it raises MissingExtra where
-    a library is not installed. `groups` are those of `GROUPS` it belongs to.
+    a library is not installed. `groups` are those of `GROUPS` it belongs to; `quantised` says that it computes on a
+    coarser grid, as those of the group quant_only do, and as runs of it state.
     """
 
     name: str
@@ -79,8 +80,11 @@ class Mode:
     make: Make
     applies: Applies = _always
     groups: frozenset[str] = frozenset({"all"})
+    quantised: bool = False
 
     def __post_init__(self) -> None:
+        if "quant_only" in self.groups:
+            object.__setattr__(self, "quantised", True)
         if not _NAME.fullmatch(self.name) or self.name in GROUPS:
             raise BadText(
                 f"{self.name!r} is no name for a mode: letters, digits, dots and dashes are, "

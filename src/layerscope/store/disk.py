@@ -465,13 +465,13 @@ def opened(
 ) -> tuple[list[_Segment], list[Damage]]:
     """Open the segments of some ranks, and name those that do not open; `known` are open already.
 
-    Elsewhere a writer may have merged what was listed: then it is listed again.
+    What was listed may be gone: merged elsewhere, or an empty journal whose writer closed. Then it is listed again.
     """
     for _ in range(3):
         listed = [(rank, name) for rank in ranks for name in _segment_names(files, rank)]
         tables = each_of(files, lambda each: _open(files, _stem(*each), (known or {}).get(_stem(*each))), listed)
         lost = [table for table in tables if isinstance(table, Damage)]
-        if isinstance(files, LocalFolder) or not any(damage.file.endswith(JOURNAL) for damage in lost):
+        if not any(damage.file.endswith(JOURNAL) for damage in lost):
             break
         files.forget()
     found = [

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from layerscope.models import Inputs
 from layerscope.models.mamba import Mamba, MambaConfig
 from layerscope.models.mamba.assembly import assembled
 from layerscope.models.mamba.drawing import drawn_weights
-from layerscope.modes import Setting, choose, modes_of, variant
+from layerscope.modes import Setting, choose, modes_of, record_modes, variant
 from layerscope.modes.kinds import own_modes
 
 SEVEN = ["0", "2-0", "2-1", "2-2", "2-3", "2-4", "3"]
@@ -38,6 +39,13 @@ def mamba():
 )
 def test_the_groups_of_a_mamba_are_those_of_its_users(mamba, group, names):
     assert [one.name for one in choose([group], mamba).modes] == names
+
+
+@pytest.mark.parametrize("name", ["1", "2-4", "int8-weight", "fp16"])
+def test_a_run_states_that_its_mode_is_quantised_in_a_group_or_not(mamba, name):
+    modes = choose([name], mamba).modes
+    (one,) = record_modes(mamba, modes, [Inputs((IDS,))], "backbone.layers.0", to=None)
+    assert one.run.manifest.settings.get("quantised") == (None if name == "fp16" else f"mode {name}")
 
 
 def test_other_models_have_no_modes_of_a_mamba():

@@ -242,6 +242,20 @@ def test_a_run_that_is_being_written_is_read_without_mapping(tmp_path, write, mo
     assert run.tensor("a", step=2).tolist() == [2] * 3  # sealed meanwhile
 
 
+def test_an_empty_journal_that_its_writer_removes_between_two_looks_is_no_damage(path, monkeypatch):
+    listed, ghosts = LocalFolder.names, ["segment-00009.journal"]
+
+    def names(self, under=""):
+        return sorted([*listed(self, under), *([ghosts.pop()] if under and ghosts else [])])
+
+    run = open_run(path)
+    monkeypatch.setattr(LocalFolder, "names", names)
+    run.refresh()
+    assert not ghosts
+    assert run.damaged == []
+    assert len(run) == 4
+
+
 def test_refreshing_shows_what_came_since(tmp_path, write):
     writer = write(tmp_path / "run", [("a", Moment(), np.ones(1))])
     writer.flush()

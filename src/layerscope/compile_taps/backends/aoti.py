@@ -5,14 +5,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from layerscope.compile_taps.backends.backend import Made
+from layerscope.compile_taps.backends.backend import FileArtefact, Made
 from layerscope.compile_taps.backends.export import exported, fixed, sizes_of
 from layerscope.compile_taps.tapped_model import Flat
 from layerscope.errors import BadModel
@@ -20,16 +19,6 @@ from layerscope.errors import BadModel
 NAME = "aoti"
 LIVE = False
 FILE = "model.aoti.pt2"
-
-
-class Package:
-    """A package on disk, and what runs it; the folder of a passing one goes with it."""
-
-    def __init__(self, path: Path, *, passing: bool = False) -> None:
-        self.path = path
-        self.run = torch._inductor.aoti_load_package(str(path))
-        if passing:
-            weakref.finalize(self, shutil.rmtree, path.parent, ignore_errors=True)
 
 
 def compile(flat: Flat, example: tuple[torch.Tensor, ...], *, dynamic: bool, precise: bool) -> Made:
@@ -40,7 +29,7 @@ def compile(flat: Flat, example: tuple[torch.Tensor, ...], *, dynamic: bool, pre
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch's own use of its trees
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
-    return Made(Package(path, passing=True), fixed(flat, example, sizes_of(program)) if dynamic else ())
+    return Made(_loaded(path, passing=True), fixed(flat, example, sizes_of(program)) if dynamic else ())
 
 
 def call(artefact: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -58,4 +47,8 @@ def load(folder: Path) -> Any:
     path = folder / FILE
     if not path.is_file():
         raise BadModel(f"{str(path)!r} is not there.")
-    return Package(path)
+    return _loaded(path)
+
+
+def _loaded(path: Path, *, passing: bool = False) -> FileArtefact:
+    return FileArtefact(path, torch._inductor.aoti_load_package(str(path)), passing=passing)

@@ -7,6 +7,8 @@ backend.save(artefact, folder); backend.load(folder)
 
 from __future__ import annotations
 
+import shutil
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +28,16 @@ class Made(NamedTuple):
     artefact: Any
     notes: tuple[str, ...] = ()
     effect: ObserverEffect | None = None
+
+
+class FileArtefact:
+    """A file that a compiler made, and what runs it; with `passing`, its folder goes when it does."""
+
+    def __init__(self, path: Path, run: Any, *, passing: bool = False) -> None:
+        self.path = path
+        self.run = run
+        if passing:
+            weakref.finalize(self, shutil.rmtree, path.parent, ignore_errors=True)
 
 
 class Mismatch(Exception):

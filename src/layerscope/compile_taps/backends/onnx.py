@@ -5,14 +5,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from layerscope.compile_taps.backends.backend import Made, Mismatch, sized
+from layerscope.compile_taps.backends.backend import FileArtefact, Made, Mismatch, sized
 from layerscope.compile_taps.backends.export import exported, fixed, quiet, taken
 from layerscope.compile_taps.tapped_model import Flat
 from layerscope.errors import BadModel, Unsupported
@@ -25,16 +24,6 @@ LIVE = False
 FILE = "model.onnx"
 RANDOM = "the model draws random numbers, which ONNX Runtime does not take from torch's generator: they are others"
 UNMEASURED = ObserverEffect(reason="not measured: the model draws other random numbers at each call")
-
-
-class Artefact:
-    """An .onnx file, and the session that runs it; the folder of a passing one goes with it."""
-
-    def __init__(self, path: Path, *, passing: bool = False) -> None:
-        self.path = path
-        self.session = Session(path)
-        if passing:
-            weakref.finalize(self, shutil.rmtree, path.parent, ignore_errors=True)
 
 
 def compile(flat: Flat, example: tuple[torch.Tensor, ...], *, dynamic: bool, precise: bool) -> Made:
@@ -50,14 +39,14 @@ def compile(flat: Flat, example: tuple[torch.Tensor, ...], *, dynamic: bool, pre
     with warnings.catch_warnings(), quiet("torch.onnx"):
         warnings.simplefilter("ignore")
         torch.onnx.export(program, (), path, dynamo=True, verbose=False, external_data=True, optimize=False)
-    artefact = Artefact(path, passing=True)
+    artefact = FileArtefact(path, Session(path), passing=True)
     notes = fixed(flat, example, [shape for _, shape in _inputs(path)]) if dynamic else ()
     return Made(artefact, (*notes, RANDOM), UNMEASURED) if random else Made(artefact, notes)
 
 
 def call(artefact: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Run the session, on the tensors' own memory."""
-    session: Session = artefact.session
+    session: Session = artefact.run
     try:
         return list(session.run(dict(zip(session.inputs, tensors, strict=True))).values())
     except Exception as error:
@@ -77,7 +66,7 @@ def load(folder: Path) -> Any:
     """Start a session of the file."""
     if not (folder / FILE).is_file():
         raise BadModel(f"{str(folder / FILE)!r} is not there.")
-    return Artefact(folder / FILE)
+    return FileArtefact(folder / FILE, Session(folder / FILE))
 
 
 def _checked(flat: Flat, example: tuple[torch.Tensor, ...]) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from layerscope.errors import Damaged, RunExists
-from layerscope.store.address import PARTIAL, Address, LocalFolder, folder
+from layerscope.store.address import PARTIAL, Address, LocalFolder, folder, rank_of
 from layerscope.store.manifest import NAME, Completeness
 from layerscope.store.writer import Blob, Writer
 
@@ -44,13 +44,17 @@ def write(job: Job) -> None:
         _fill(job, job.target, entries)
         return
     path = files.path
+    beside, before = path.with_name(path.name + PARTIAL), path.with_name(path.name + ".replaced")
+    if (before / NAME).is_file() and not path.exists():  # a kill came between the two renames
+        before.rename(path)
     there = path.exists() and (not path.is_dir() or any(path.iterdir()))
     if there and not job.overwrite:
         raise RunExists(f"{path} is already there; overwrite=True or --overwrite replaces a run")
     if there and not (path / NAME).is_file():
         raise RunExists(f"{path} is there and no run of layerscope's: {files.found()}; it is not replaced")
-    beside, before = path.with_name(path.name + PARTIAL), path.with_name(path.name + ".replaced")
     shutil.rmtree(beside, ignore_errors=True)
+    if before.is_dir() and all(each.name == NAME or rank_of(each.name) is not None for each in before.iterdir()):
+        shutil.rmtree(before, ignore_errors=True)  # what the disk would not remove the last time
     try:
         ends = _fill(job, beside, entries)
         _read_back(beside, ends, len(entries))
@@ -65,7 +69,8 @@ def write(job: Job) -> None:
             if there and not path.exists():
                 before.rename(path)
         raise
-    shutil.rmtree(before, ignore_errors=True)
+    with suppress(OSError):  # the fstat in it is not among the errors that it ignores
+        shutil.rmtree(before, ignore_errors=True)
 
 
 def _fill(job: Job, target: Address, entries: list[Entry]) -> str:

@@ -59,6 +59,20 @@ def test_a_run_is_replaced_when_told_and_anything_else_never(source, tmp_path):
         convert(source, tmp_path / "thesis", layout="layerscope", overwrite=True)
 
 
+def test_what_a_replacement_left_beside_is_put_back_or_removed(source, tmp_path):
+    to, before = tmp_path / "to", tmp_path / "to.replaced"
+    convert(source, to, layout="layerscope", step=0)
+    to.rename(before)  # as a kill between the two renames leaves it
+    with pytest.raises(RunExists):
+        convert(source, to, layout="layerscope")
+    assert len(open_run(to)) == 2
+    (before / "rank-00000").mkdir(parents=True)
+    (before / "rank-00000" / "lock").touch()  # as a disk that would not remove all of it
+    convert(source, to, layout="layerscope", overwrite=True)
+    assert len(open_run(to)) == 4
+    assert not before.exists()
+
+
 def test_a_run_can_be_replaced_by_part_of_itself(source):
     convert(source, source, layout="layerscope", step=1, overwrite=True)
     assert [m.step for m in open_run(source).moments] == [1]
