@@ -166,7 +166,10 @@ def artefacts(name, options, tally):
                 tally.healthy(f"{name} {what}", result)
                 if run.floors.points:  # the program as the reference, by its own floors
                     for attention in ("eager", "sdpa"):
-                        other = families.family(name, attention=attention)
+                        try:
+                            other = families.family(name, attention=attention)
+                        except ValueError:  # it has no attention
+                            continue
                         result = ls.compare(run, judged.recorded(other, given, taps=options.taps))
                         tally.healthy(f"{name} {attention} by the floors of {what}", result)
                     first = ls.compare(run, judged.recorded(faulty(name, [at]), given, taps=options.taps))

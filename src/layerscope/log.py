@@ -1,4 +1,4 @@
-"""What is said while somebody's model runs, to the logger `layerscope`; a handler that raises never reaches the model.
+"""Messages while a user's model runs, to the logger `layerscope`; a handler that raises never reaches the model.
 
 log.warning("%s is not recorded: %s", point, why)
 """
@@ -15,7 +15,7 @@ class _Quiet:
     """The logger, without the errors of the handlers and filters that others hang on it."""
 
     def debug(self, text: str, *args: object) -> None:
-        """Say what helps whoever looks for a fault."""
+        """Log what helps to find a fault."""
         self._say(logging.DEBUG, text, args)
 
     def warning(self, text: str, *args: object) -> None:
@@ -27,7 +27,7 @@ class _Quiet:
         self._say(logging.ERROR, text, args)
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802  (as a Logger calls it)
-        """Tell whether anybody would see it."""
+        """Tell whether a handler would show it."""
         return _logger.isEnabledFor(level)
 
     def _say(self, level: int, text: str, args: tuple[object, ...]) -> None:

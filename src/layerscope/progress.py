@@ -12,4 +12,4 @@ Progress: TypeAlias = Callable[[str, int, int], None]  # what is worked on, how 
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """Tell nobody."""
+    """Report to no one."""

@@ -372,6 +372,24 @@ def test_a_module_folded_into_a_constant_is_missing_with_the_reason(tmp_path):
     assert "it was folded into a constant" in missing.reason
 
 
+def test_a_norm_that_was_folded_into_a_convolution_has_no_input_of_its_own(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    x = torch.randn(1, 3, 6, 6)
+    path = exported(model, (x,), tmp_path / "m.onnx")
+    assert "BatchNormalization" not in [node.op_type for node in onnx.load(path).graph.node]
+    found = {text: tensor for _, text, tensor in ((m, str(p), t) for m, p, t in seen_of(path, x).records)}
+    assert "1:input[0]" not in found
+    torch.testing.assert_close(found["1:output"], model[:2](x), rtol=0, atol=1e-5)
+
+
+def seen_of(path, x):
+    sink = Seen()
+    with runtime.watch(opened(path), {"1": {"input", "output"}}, sink) as call:
+        call(x)
+    return sink
+
+
 def test_a_dead_output_is_not_in_the_file(made):
     """Export keeps the attention weights that nobody uses; the ONNX exporter takes them out."""
     _, path, (x,) = made(zoo.attention)

@@ -29,7 +29,7 @@ PATIENCE = 0.5  # seconds without a bar: work that is over by then needs none
 
 
 class ReaderGone(Exception):
-    """Whoever read stdout has closed it; click would make that exit code 1, which means "differs" here."""
+    """The reader of stdout has closed it; click would make that exit code 1, which means "differs" here."""
 
 
 def put(document: Document, form: Form = "terminal") -> None:

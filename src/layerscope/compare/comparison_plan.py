@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # What these record after the fact has the leaves of the artefact, which need not be those of the source.
 _RENUMBERING = frozenset({"torchscript", "export", "onnx"})
 _FEWEST = 0.1  # of the rows, that must be left when choices went elsewhere
-_VANISHED = "compilers fold what does not depend on the inputs into constants, and leave out what nobody uses"
+_VANISHED = "compilers fold what does not depend on the inputs into constants, and leave out unused values"
 
 
 class RunRecords:

@@ -111,5 +111,5 @@ class _Passes:
         pass
 
     def last(self, loader: Any) -> Pass | None:
-        """Return the last pass over a loader; of several that are combined, nobody knows whose a sample is."""
+        """Return the last pass over a loader; of several that are combined, a sample's loader is not known."""
         return self._last.get(loader) if isinstance(loader, DataLoader) else None

@@ -142,7 +142,7 @@ class _RankReplay(nn.Module):
         self.logits = nn.Identity()
 
     def forward(self, states: Sequence[torch.Tensor | None], logits: torch.Tensor | None) -> None:
-        """Show each value to whoever listens; None is what this rank has not."""
+        """Pass each value to the recording; None is what this rank has not."""
         for place, value in zip([self.embedding, *self.layers, self.logits], [*states, logits], strict=True):
             if value is not None:
                 place(value)

@@ -70,7 +70,7 @@ BUILT_IN: dict[str, BuiltIn] = {
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model, where it came from, and how to call it when nobody says."""
+    """A model, where it came from, and how to call it by default."""
 
     name: str
     model: Any  # a torch.nn.Module, or what a file of a compiled one holds

@@ -30,7 +30,7 @@ from layerscope.modes.registry import Mode, Setting, choose, variant
 from layerscope.progress import Progress
 from layerscope.runtimes.values import leaves
 
-WINDOW = 512  # tokens that are read at once, unless somebody says, or the model has room for fewer
+WINDOW = 512  # tokens read at once by default; fewer where the model has no room for them
 BYTES = 256
 CHUNK = 64  # positions whose distributions are in float64 at once
 FORESEEN = 0.1  # of the logits may change with what comes later, by rounding

@@ -52,7 +52,7 @@ class Plan:
     def code(self) -> str:
         """Return Python code that declares the plan as a mode.
 
-        Token ids that it was calibrated on do not stand in it: whoever makes the variant gives them.
+        Token ids that it was calibrated on do not stand in it: the maker of the variant gives them.
         """
         kept = ", ".join(self.keep) if len(self.keep) < 4 else f"{len(self.keep)} parts"
         keep = "".join(f"\n            {json.dumps(part)}," for part in self.keep)

@@ -40,7 +40,7 @@ _ALPHA = re.compile(r"(?:.*[-_])?pa-(0?\.\d+|1(?:\.0+)?|0)")
 class Prepared:
     """What there is to record: a model and where it came from, its inputs, how its modes are made.
 
-    `batches` draws the inputs, when it is called; `settings` goes into every run; `notes` is for whoever is watching.
+    `batches` draws the inputs, when it is called; `settings` goes into every run; `notes` are for the user.
     """
 
     loaded: Loaded
@@ -73,7 +73,7 @@ def prepare(
     """Load the model that `text` names and what it is run on; `modes` says whether variants of it are wanted.
 
     Models with modes of their own are run on `calib_data_num` samples of `calib_seqlen` tokens of `calib_file` or of
-    the text that comes with layerscope (`usual` where nobody says), others too when one of the two is given; `inputs`
+    the text that comes with layerscope (`usual` by default), others too when one of the two is given; `inputs`
     and `prompt` take their place. `pretrained_dir` is a folder with weights, itself or in a folder of the model's name;
     `pa-0.9999` in its name is alpha, unless `percentile_alpha` says it.
     """
@@ -256,7 +256,7 @@ def _of_folder(text: str, place: Path, *, seed: int) -> _Weighed:
 def _own(text: str, seed: int) -> str:
     """Say what the weights of a built-in model are."""
     if text == "quamba-130m-w8a8":
-        return f"{text} runs with weights drawn from seed {seed}, which nobody has trained"
+        return f"{text} runs with weights drawn from seed {seed}, not trained"
     return f"{text} runs with the weights that come with layerscope"
 
 

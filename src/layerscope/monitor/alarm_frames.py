@@ -49,7 +49,7 @@ class Sight(NamedTuple):
 
     @property
     def intact(self) -> bool:
-        """Whether nobody has changed it in place since."""
+        """Whether it is unchanged since."""
         return self.tensor._version == self.version
 
 

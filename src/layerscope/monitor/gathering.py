@@ -31,7 +31,7 @@ class Gathered:
     """The captures of the epoch under way, and which of them are not saved yet; a recording's listener.
 
     `begins` is asked before each forward, and gives the reason why it does not count, None when it does; `keeps` is
-    asked of each output. `samples` are those of the batch under way, where somebody knows them.
+    asked of each output. `samples` are those of the batch under way, where they are known.
     """
 
     def __init__(

@@ -4,7 +4,7 @@
     train()             # kill PID: raises SystemExit(143) here
     release()
 
-A handler is set only where nobody else has one, on the main thread, and is taken back when the last who asked for it
+A handler is set only where there is none, on the main thread, and is taken back when the last who asked for it
 lets go. A second SIGTERM ends the process at once. A forked child (a DataLoader's worker) dies of the signal as it
 always did.
 """
@@ -48,7 +48,7 @@ def _release(one: object) -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End the process in order. Nobody may be left who wants that: somebody can put a handler back that he found."""
+    """End the process in order. No Monitor may be left that wants that: other code can put back old handlers."""
     signal.signal(number, signal.SIG_DFL)
     if os.getpid() != _process or not _holding:
         os.kill(os.getpid(), number)

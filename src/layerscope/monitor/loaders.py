@@ -4,7 +4,7 @@
         train(model)
     for batch in Followed(loader, follower):    # this one
         ...
-    with remembering(loader) as drawn:          # for somebody who counts the batches himself
+    with remembering(loader) as drawn:          # for a loop that counts the batches itself
         drawn.of(3)
 
 The follower hears of each batch before the loop's body does. What a pass yields, and in which order, is unchanged.
@@ -43,7 +43,7 @@ class Pass:
         return self.of(self.index)
 
     def of(self, batch: int) -> tuple[int, ...] | None:
-        """Return the samples in a batch of the pass; None where nobody knows."""
+        """Return the samples in a batch of the pass; None where they are not known."""
         return None if self.drawn is None else self.drawn.of(batch)
 
 
@@ -93,7 +93,7 @@ def following(follower: Follower) -> Iterator[None]:
             _followers[thread].remove(follower)
             if not _followers[thread]:
                 del _followers[thread]
-            # Somebody who replaced it since then goes on calling ours, which passes everything through.
+            # What replaced it since then goes on calling ours, which passes everything through.
             if not _followers and DataLoader.__iter__ is _iterate:
                 DataLoader.__iter__, _Patch.placed = _Patch.original, False  # type: ignore[method-assign, assignment]
 

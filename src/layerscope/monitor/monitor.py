@@ -57,7 +57,7 @@ Words = Iterable[str] | str | None
 
 
 class Driver(Protocol):
-    """Somebody who says where training is, in the caller's place: see `MonitoredTrainer`."""
+    """The one that says where training is, in the caller's place: see `MonitoredTrainer`."""
 
     def forward(self) -> str | None:
         """Set epoch and batch for the forward that begins; return why it does not count, None when it does."""
@@ -175,12 +175,12 @@ class Monitor:
         return Followed(loader, _Samples(self))
 
     def note_samples(self, indices: Iterable[int] | None) -> None:
-        """Say which samples are in the batch that is set next; None when nobody knows."""
+        """Say which samples are in the batch that is set next; None when they are not known."""
         self._gathered.samples = None if indices is None else tuple(map(int, indices))
 
     @contextlib.contextmanager
     def driven_by(self, driver: Driver) -> Iterator[None]:
-        """Let somebody else say where training is, until the block ends."""
+        """Let another say where training is, until the block ends."""
         before, self._driver = self._driver, driver
         try:
             yield

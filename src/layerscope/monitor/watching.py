@@ -316,7 +316,7 @@ class Watch:
             self._look(frame)
 
     def _look(self, frame: Frame) -> None:
-        """Take a frame that nobody has judged yet."""
+        """Take a frame that is not judged yet."""
         self._judge(self._early, frame)
         self._hand_out(frame)
 

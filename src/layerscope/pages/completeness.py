@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MOST = 10
 
-# What a state means to whoever reads the run; `complete` says the rest itself.
+# What a state means to the reader of a run; `complete` says the rest itself.
 STATES = {
     "recording": "not finished, being written or killed",
     "interrupted": "interrupted before everything was written",

@@ -89,7 +89,7 @@ class Capture:
         try:
             self._staging.send()
             self._devices.end_step()
-        except Exception as error:  # whoever waits for the values is told
+        except Exception as error:  # the reader of the values gets the error
             log.warning("after a step: %s: %s", type(error).__name__, error)
 
     def close(self) -> None:

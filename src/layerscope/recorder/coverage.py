@@ -21,7 +21,7 @@ class Coverage:
     """Counts, kept while the model runs; every method is quick and may be called from any thread."""
 
     def __init__(self) -> None:
-        self.forwards = 0  # whoever begins one counts it, one at a time
+        self.forwards = 0  # counted by the thread that begins one, under the sink's lock
         self.failed_forwards = 0
         self.recomputed = 0
         self._lock = threading.Lock()

@@ -48,9 +48,9 @@ class Pending:
                 one = waiting[0]
                 if _step_of(one[1]) in last:
                     left.append(waiting.popleft())
-                    with suppress(Exception):  # whoever waits for it is told
+                    with suppress(Exception):  # the reader of the values gets the error
                         for part in (one[2], one[3]):
-                            leave_device(part)  # so that nobody waits for a later step to have this one
+                            leave_device(part)  # so that this one does not wait for a later step
                 else:
                     _settle_one(run, one, failed)
                     waiting.popleft()

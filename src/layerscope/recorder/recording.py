@@ -223,7 +223,7 @@ class Recording:
             raise Incomplete(f"not everything asked for was recorded: {_listed(lost)}.")
 
     def __del__(self) -> None:
-        """Take the hooks off the model when nobody holds the recording any more, and say that it was never ended."""
+        """Take the hooks off the model when the recording is garbage, and say that it was never ended."""
         with suppress(Exception):
             if (
                 self._destination is not None

@@ -38,7 +38,7 @@ _transform = torch._C._functorch.peek_interpreter_stack  # of vmap, grad and the
 
 
 class Listener(Protocol):
-    """Somebody who follows a recording while it is made; its methods are called in the middle of a forward.
+    """A follower of a recording while it is made; its methods are called in the middle of a forward.
 
     One that has a method `whole(point, moment, value)` is also told each value as the module gave it, tensors first.
     """
@@ -99,7 +99,7 @@ class RecordingSink:
         self._capture = capture
         self._coverage = coverage
         self._listener = listener
-        self._lock = threading.RLock()  # a schedule is somebody's function, which may run the model
+        self._lock = threading.RLock()  # a schedule is the user's function, which may run the model
         self._step: RecordingStep | None = None
         self._idle = RecordingStep(Moment())  # every step in which nothing is due
         self._tell_whole: Callable[[Point, Moment, object], None] | None = getattr(listener, "whole", None)

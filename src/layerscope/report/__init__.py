@@ -3,7 +3,7 @@
     from layerscope.report import Document, Sentence, terminal
     terminal.draw(Document("hello", (Sentence("all is well", tone="good"),)), console)
 
-This package knows no run, row or verdict: whoever owns a value builds its document.
+This package knows no run, row or verdict: the owner of a value builds its document.
 """
 
 from __future__ import annotations

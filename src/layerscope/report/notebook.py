@@ -24,7 +24,7 @@ EVERY = 0.1  # seconds between two messages to the browser
 
 @contextmanager
 def bar(what: str) -> Iterator[Progress]:
-    """Show how far the block is, as it tells: what it works on, how much is done, of how much (0: nobody knows)."""
+    """Show how far the block is, as it tells: what it works on, how much is done, of how much (0: not known)."""
     if "ipykernel" not in sys.modules:  # a terminal has the commands' bars
         yield no_progress
         return

@@ -2,7 +2,7 @@
 
     application(runs, token="...", port=8800)        # an ASGI application
 
-Answers are made on threads, so that one that takes long keeps nobody from the others.
+Answers are made on threads, so that a slow one delays no other.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ async def _asked(request: Request) -> list[str]:
 
 
 async def _told(request: Request, stamp: Callable[[], str], stopping: Callable[[], bool]) -> AsyncIterator[str]:
-    """Tell how far something is, each time that changes, until nobody listens."""
+    """Send how far the work is at each change, until the client goes."""
     last, silent = "", 0.0
     while not stopping() and not await request.is_disconnected():
         now = await run_in_threadpool(stamp)

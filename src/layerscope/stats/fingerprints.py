@@ -5,7 +5,7 @@
 `free` is the sum of every word mixed; `placed` the same sum with each term weighted by its position, all modulo
 2**64, so both add up over tensors. The mixer is a bijection of 64 bits and every weight is odd, so
 changing any single word, by one bit or many, always changes both. Anything else (a permutation, say) goes unseen
-with a chance of about 2**-60. They tell accidents apart; they are no defence against somebody who wants a collision.
+with a chance of about 2**-60. They tell accidents apart; they are no defence against an attacker who wants a collision.
 
 The weight of position i is a scrambled number for i % BLOCK times one for i // BLOCK. Weights that grow evenly, or
 Weyl sequences, would be cheaper and are blind to exchanging two rows that hold the same values in another order,

@@ -5,7 +5,7 @@
     summarize(tensor, channels=-1)         # and statistics of each channel, along the last axis
     fingerprint(weight)                    # 32 hexadecimal digits
 
-One thread, bounded memory, nothing of torch's state touched: it is called in the middle of somebody's forward.
+One thread, bounded memory, nothing of torch's state touched: it is called in the middle of the user's forward.
 """
 
 from __future__ import annotations

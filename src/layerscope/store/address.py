@@ -92,7 +92,7 @@ def claim_of(name: str) -> int | None:
 def open_regular(path: Path | str, flags: int) -> int:
     """Open a file of a run: a regular one, reached by no link; for writing, one that has no second name.
 
-    A run that somebody gives away may hold links to anything of ours, and a pipe that nobody writes to.
+    A stranger's run may hold links to any file of ours, and a pipe without a writer.
     """
     folder = os.path.dirname(path)  # noqa: PTH120  (a column is read in less time than a Path takes)
     if _RANK.fullmatch(os.path.basename(folder)) and stat.S_ISLNK(os.lstat(folder).st_mode):  # noqa: PTH119
@@ -118,7 +118,7 @@ def open_regular(path: Path | str, flags: int) -> int:
 
 
 def others_may_cut(found: os.stat_result) -> bool:
-    """Tell whether a file can get shorter by somebody else's hand: another user's, or another machine's."""
+    """Tell whether a file can get shorter by another user, or another machine."""
     theirs = hasattr(os, "geteuid") and found.st_uid not in (0, os.geteuid())
     return theirs or bool(found.st_mode & stat.S_IWOTH) or _is_shared(found.st_dev)
 
@@ -236,7 +236,7 @@ class LocalFolder(Folder):
         path = self.path / name
         beside = path.with_name(path.name + PARTIAL)
         try:
-            with contextlib.suppress(FileNotFoundError):  # what a kill left, or a link that somebody put there
+            with contextlib.suppress(FileNotFoundError):  # what a kill left, or a link that was put there
                 beside.unlink()
             fd = open_regular(beside, WRITING | os.O_CREAT | os.O_EXCL)
             try:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
-# google-crc32c keeps the interpreter lock while it works: 1 MiB is 40 microseconds of somebody else's time.
+# google-crc32c keeps the interpreter lock while it works: 1 MiB is 40 microseconds of another thread's time.
 _PIECE = 1 << 20
 
 

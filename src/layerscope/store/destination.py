@@ -27,7 +27,7 @@ class Destination:
     earlier recordings said of themselves (None when there were none).
     """
 
-    # Seconds without progress after which nobody waits any longer.
+    # Seconds without progress after which waiting ends.
     patience = 60.0
 
     def __init__(self, files: LocalFolder, *, rank: int) -> None:

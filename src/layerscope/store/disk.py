@@ -88,12 +88,15 @@ class Unsealed(Columns):
 
     def refresh(self) -> None:
         """Read on behind the last whole frame, or all of it where that is not there any more."""
-        data = self._files.read(self.name, offset=self.end - len(self._last))
-        if not data.startswith(self._last):
-            self._begin()
-            data = self._files.read(self.name)
-        data = data[len(self._last) :]
-        found = journal.read(data, run=self._run)
+        for _ in range(2):  # a read beside a write may have its pages from before and after it: damage is seen twice
+            data = self._files.read(self.name, offset=self.end - len(self._last))
+            if not data.startswith(self._last):
+                self._begin()
+                data = self._files.read(self.name)
+            data = data[len(self._last) :]
+            found = journal.read(data, run=self._run)
+            if not found.damage:
+                break
         more = Columns.of(found.rows, found.checks)
         self._hold(Columns.joined([self, more], [0, 0]) if self.rows else more)
         self.damage += [(f"byte {self.end + at}: {why}", None) for at, why in found.damage]
@@ -365,7 +368,7 @@ class Disk(Source):
         return _as_tensor(flat, place.dtype, (last - first, *place.shape[1:]))[:: rows.step]
 
     def pieces(self, at: int, items: int) -> Iterator[torch.Tensor]:
-        """Read stretch by stretch, into memory that is used again as soon as nobody holds a piece in it.
+        """Read stretch by stretch, into memory that is used again as soon as no piece of it is held.
 
         Not through a mapping, whose pages would count as this process's until the last one is read.
         """
@@ -405,8 +408,8 @@ class Disk(Source):
     def _mapped(self, at: int, place: _Place, end: int) -> Any:
         """Map a sealed local segment that holds a large record, up to `end`; None where it is read instead.
 
-        Each tensor has a private mapping of its own: what the caller writes into it nobody else sees, and no file stays
-        open however many are alive. A file that is still being written, or that somebody else may cut, is never mapped:
+        Each tensor has a private mapping of its own: what the caller writes into it is seen nowhere else, and no
+        file stays open however many are alive. A file that is still being written, or that others may cut, is never mapped:
         to cut it under a reader would be a SIGBUS.
         """
         import torch

@@ -62,7 +62,7 @@ class Journal:
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody removed the file, and with it what it says."""
+        """Whether the file was removed, and with it what it says."""
         return self._linked and os.fstat(self.fd).st_nlink == 0
 
     def append(self, frames: bytes) -> None:

@@ -19,7 +19,7 @@ from layerscope.store.manifest import Dropped
 
 log = logging.getLogger("layerscope")
 
-# Reasons that differ from record to record are all counted, but nobody reads more of them than this.
+# Reasons that differ from record to record are all counted, but no more of them than this are listed.
 _MOST_SAID = 20
 
 

@@ -91,7 +91,7 @@ class MemoryRun(Run):
         summary: Summary | Callable[[], Summary] | None = None,
         note: Mapping[str, JSON] | None = None,
     ) -> None:
-        """Keep one record; the tensor is kept as it is, so the caller hands over one that nobody else changes.
+        """Keep one record; the tensor is kept as it is, so the caller hands over one that no other code changes.
 
         A callable `summary` is called when it is asked for, each time.
         """

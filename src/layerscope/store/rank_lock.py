@@ -4,7 +4,7 @@
 
     being_written(run)              # whether any rank has a writer, alive
 
-The file is never deleted: whoever holds a lock on a deleted file holds nothing.
+The file is never deleted: a lock on a deleted file locks nothing.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ class Run:
             records = self._source.records()
             return table_of(self._source, records, records.find(texts, when), self._summary)
 
-    # To look at: the page of a run is built above the store, by whoever is asked for it first -----
+    # To look at: the page of a run is built above the store, on first use -----
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report to look at: one file, which needs nothing else."""

@@ -151,7 +151,7 @@ class Sealing(NamedTuple):
 
 
 class Unsynced(OSError):
-    """What the disk has of a file nobody knows: fsync failed, and a second one would say that all is well."""
+    """What the disk has of a file is not known: fsync failed, and a second one would say that all is well."""
 
 
 def entry(record: int, dtype: str, shape: Sequence[int], begin: int, end: int) -> str:
@@ -194,7 +194,7 @@ def seal(folder: Path, number: int, what: Sealing, fd: int | None = None, *, fol
             os.close(own)
     partial.replace(folder / (stem + SEALED))
     if sync_directory(folder):
-        with contextlib.suppress(OSError):  # it is sealed; a journal beside it harms nobody
+        with contextlib.suppress(OSError):  # it is sealed; a journal beside it does no harm
             journal.unlink(missing_ok=True)
     return size
 
@@ -363,7 +363,7 @@ class Sealed(Columns):
     """A sealed segment, opened by its footer; columns are read, and checked, when they are first asked for.
 
     `damage` grows as it is found: sentences, with the row they cost or None. `bad` are the rows that are not what was
-    written; whoever reads on leaves them out.
+    written; readers leave them out.
     """
 
     def __init__(self, files: Folder, name: str) -> None:

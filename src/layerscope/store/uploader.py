@@ -115,7 +115,7 @@ class Uploader:
             self._check_same(local, where)
 
     def _names(self) -> list[str]:
-        """List what there is; raises RunBusy when somebody else has claimed it since."""
+        """List what there is; raises RunBusy when another writer has claimed it since."""
         if self._lost_to is not None:
             raise self._lost_to
         self._remote.forget()
@@ -130,7 +130,7 @@ class Uploader:
         return names
 
     def _check_same(self, local: str, name: str) -> None:
-        """Refuse to take for ours what somebody else has put; an answer that was lost leaves our own there."""
+        """Refuse to take for ours what another writer has put; an answer that was lost leaves our own there."""
         self._remote.forget()
         size = self._spool.size(local)
         begin = max(0, size - _TAIL)

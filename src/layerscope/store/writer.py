@@ -249,7 +249,7 @@ class Writer:
                     self._queued -= sum(item.size for item in batch)
                     self._done += len(batch)
                     self._ticks += 1
-                    # Waking somebody who must wait on costs as much as writing a small tensor.
+                    # Waking a thread that must go on waiting costs as much as writing a small tensor.
                     if self._full or not self._queue:
                         self._changed.notify_all()
                 del batch  # or the last buffers would live until the next ones come

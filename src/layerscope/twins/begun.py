@@ -21,7 +21,7 @@ from layerscope.runtimes.values import replaced
 
 
 class Begun:
-    """What the first forward of a model was given, as copies that nobody changes."""
+    """What the first forward of a model was given, as copies of our own."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = original(model)

@@ -223,7 +223,7 @@ class Measuring:
                     del twins[twin]
 
     def _no_room(self, twin: Twin) -> str:
-        """Say why a twin does not fit into memory; nothing when it does, or nobody knows."""
+        """Say why a twin does not fit into memory; None when it does, or its size is not known."""
         size = twin.dtype.itemsize if twin.dtype is not None else None
         need = sum(p.numel() * (size or p.element_size()) for p in self.begun.model.parameters())
         need = need * 3 // 2

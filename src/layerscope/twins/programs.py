@@ -111,7 +111,7 @@ class _Program(Measuring):
 
 
 class _Undisturbed(Replay):
-    """A sink whose own arithmetic nobody moves."""
+    """A sink whose own arithmetic stays as it is."""
 
     def seen(self, step: Step, point: Point, tensor: torch.Tensor, *, call: int, note: object = None) -> None:
         """Measure a value as it is."""

@@ -256,6 +256,26 @@ def test_an_empty_journal_that_its_writer_removes_between_two_looks_is_no_damage
     assert len(run) == 4
 
 
+def test_pages_of_a_journal_from_before_and_after_a_write_are_no_damage(tmp_path, write, monkeypatch):
+    writer = write(tmp_path / "run", [("a", Moment(step=n), np.full(3, n, np.int64)) for n in range(30)])
+    writer.flush()
+    right, torn = LocalFolder.read, [1]
+
+    def read(self, name, **stretch):
+        data = bytearray(right(self, name, **stretch))
+        if name.endswith(".journal") and torn:
+            torn.clear()
+            data[1000:2000] = bytes(1000)
+        return data
+
+    monkeypatch.setattr(LocalFolder, "read", read)
+    run = open_run(tmp_path / "run")
+    assert not torn
+    assert run.damaged == []
+    assert len(run) == 30
+    writer.close()
+
+
 def test_refreshing_shows_what_came_since(tmp_path, write):
     writer = write(tmp_path / "run", [("a", Moment(), np.ones(1))])
     writer.flush()

@@ -34,10 +34,10 @@ def test_who_asks_for_the_writer_is_not_taken_for_one(tmp_path, monkeypatch):
     (tmp_path / "lock").touch()
     with (tmp_path / "lock").open() as asking:
         fcntl.flock(asking, fcntl.LOCK_SH)
-        waits = []
-        monkeypatch.setattr("time.sleep", lambda seconds: (waits.append(seconds), fcntl.flock(asking, fcntl.LOCK_UN)))
+        waited: list[float] = []
+        monkeypatch.setattr("time.sleep", lambda seconds: waited.append(seconds) or fcntl.flock(asking, fcntl.LOCK_UN))
         RankLock(tmp_path).release()
-    assert len(waits) == 1
+    assert len(waited) == 1
 
 
 def test_it_holds_between_processes_and_ends_with_them(tmp_path):

@@ -24,7 +24,7 @@ Apart: TypeAlias = Callable[[Point, Point], float]
 
 
 NEAR, FAR = 2.0**-7, 2.0**-3  # apart: the same values in any precision; certainly not the same
-_COMPILERS = "compilers leave out what nobody uses, and show what the source keeps to itself"
+_COMPILERS = "compilers leave out unused values, and show what the source keeps to itself"
 
 
 class LeafPair(NamedTuple):

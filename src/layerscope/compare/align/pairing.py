@@ -1,4 +1,4 @@
-r"""Alignments that somebody declares, because no name can tell them.
+r"""Pairings that the user declares, because no name can tell them.
 
     parse_rules("fuse **.q_proj, **.k_proj, **.v_proj -> **.qkv_proj")
 

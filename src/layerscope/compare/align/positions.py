@@ -104,7 +104,7 @@ def by_position(
     """Give the moments that `pair_moments` left alone, or paired without a common token, a step that has theirs.
 
     One run computes at once what the other computes in several steps: a moment may then belong to several. `share`
-    tells whether two moments have a token in common, None where nobody knows.
+    tells whether two moments have a token in common, None where they are not known.
     """
     matched, lone, other = found
     here, there = [*(m for m, _, _ in matched), *lone], [*(c for _, c, _ in matched), *other]

@@ -3,7 +3,7 @@
     sweep(reference, candidate, buckets=buckets)
     sweep_complex(reference, candidate, buckets=buckets)
 
-Complex tensors are rare, and nobody waits for them.
+Complex tensors are rare: speed does not matter here.
 """
 
 from __future__ import annotations

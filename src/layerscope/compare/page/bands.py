@@ -160,7 +160,7 @@ class Bands:
 
         `level` is a word, or `measure:word` where several measures use it; hyphens may stand for spaces. Where a
         measure is undefined although the two sides are not equal (all NaN, or a constant), that is worse than any
-        band: nobody can say that it is better.
+        band: it cannot be said to be better.
         """
         found = []
         for measure, words in self.level(level).items():

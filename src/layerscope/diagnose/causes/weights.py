@@ -154,7 +154,7 @@ def _inside(module: nn.Module, paths: set[str]) -> Mapping[str, torch.Tensor]:
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same and say something: zeros and ones are anybody's."""
+    """Whether two tensors are the same and say something: zeros and ones are in any model."""
     if one is None or one.shape != other.shape or one.numel() < 2 or not other.is_floating_point():
         return False
     few = one.reshape(-1)[:8], other.reshape(-1)[:8]

@@ -33,7 +33,7 @@ class HeldTensor:
 
     @property
     def stale(self) -> bool:
-        """Whether somebody wrote into it since."""
+        """Whether it was written to since."""
         return self.version >= 0 and self.tensor._version != self.version
 
 

@@ -44,8 +44,8 @@ class Passes:
     """The models, what the reference did, and who is whose partner.
 
     `restore` puts both models back as they were, and is called after every run. `seed` is None where nothing is drawn.
-    `error` is that of the candidate's output when nobody guides it, `raised` what it raises instead. `drew` tells that
-    the candidate draws random numbers. `lowered` is the dtype that it computes in under autocast.
+    `error` is that of the candidate's output when it runs on its own values, `raised` what it raises instead. `drew`
+    tells that the candidate draws random numbers. `lowered` is the dtype that it computes in under autocast.
     """
 
     ours: ModelSide

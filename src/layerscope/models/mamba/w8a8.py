@@ -93,7 +93,7 @@ def _mixer(left: dict[str, Any], name: str, config: MambaConfig, source: str) ->
         # Stored as (in, out), with rows of zeros up to a multiple of 16.
         codes = _taken(left, f"{name}.{stage}.weight", source).t()[: rows[stage]]
         made[f"{name}.{stage}.weight"] = _floats(codes, scales[stage], f"{name}.{stage}.weight", source)
-    given = number("had.scale")  # where transforms are fused this is `had.x_H_scale`; without either nobody can tell
+    given = number("had.scale")  # where transforms are fused this is `had.x_H_scale`; without either it is not known
     if abs(given - inputs["out_proj"]) > 1e-4 * given:
         raise BadModel(f"{source!r}: {name}.had.scale and out_proj.a state different grids for one tensor.")
     made[f"{name}.conv1d.weight"] = _coded(left, f"{name}.conv1d.weight", conv["weight_scale"], source)[:, None]

@@ -61,7 +61,7 @@ class Arrival:
         return self.batch is None or self.batch.has_arrived
 
     def leave(self) -> None:
-        """Have it leave, though nobody waits for it."""
+        """Send it, before it is asked for."""
         if self.batch is not None:
             self.batch.leave()
 
@@ -200,7 +200,7 @@ class PinnedBatch(Batch):
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the copies have landed, and nobody need wait for them."""
+        """Whether the copies have landed, so that reading them does not wait."""
         return self.is_finished or (self._landed is not None and bool(self._landed.query()))
 
     def arrive(self) -> None:

@@ -134,7 +134,7 @@ class PinnedPool:
                     self._large.remove(memory)
                     return _watched(memory, self._large)
             return None
-        self._chunk, self._end = None, 0  # free as soon as nobody looks into it
+        self._chunk, self._end = None, 0  # free as soon as no view of it is left
         if len(self._idle) < 2:
             self._let_go()
         if not self._idle:

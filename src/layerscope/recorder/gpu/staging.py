@@ -2,7 +2,7 @@
 
     staged = staging.stage(tensor, want)     # in a hook; None of what is not small, not plain, or not on a GPU
     staging.send()                           # the step has ended: one launch for all statistics, one copy for all bytes
-    staged.tensor(), staged.summary()        # wait for the host to have them; they send, if nobody has
+    staged.tensor(), staged.summary()        # wait for the host to have them; sends what is not sent yet
 
 The copy into a staging buffer runs on the model's own stream, so that it holds what was there in the hook, whatever
 changes the tensor afterwards. A launch, a copy to the host and the Python around them would cost several times as much
@@ -85,7 +85,7 @@ class Staged:
         return self.later()
 
     def leave(self) -> None:
-        """Have it leave, though nobody waits for it."""
+        """Send it, before it is asked for."""
         self._sent()
         leave(getattr(self, "arrival", None))
         leave(getattr(self, "later", None))
@@ -104,7 +104,7 @@ class _Buffer:
         self.raw = raw
         self.room = room
         self.memory = torch.empty(room, dtype=torch.uint8, device=transfer.device)
-        self.memory.record_stream(transfer.side)  # whoever has this memory next waits for our copies
+        self.memory.record_stream(transfer.side)  # the next owner of this memory waits for our copies
         self.address = self.memory.data_ptr()
         self.at = 0
         self.staged: list[Staged] = []

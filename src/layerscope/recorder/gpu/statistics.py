@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
     _Key = tuple[int, int, Level, bool]  # device, stream, level, and whether float64's buckets are wanted
 
-_AHEAD = 8  # batches of one queue that are gathered, and that nobody has read
+_AHEAD = 8  # batches of one queue that are gathered and not read yet
 _BOUND = 10.0  # seconds that others wait for one of them, at most
 
-_abandoned: list[ResultBuffer] = []  # that a device may still write to, and nobody will read
+_abandoned: list[ResultBuffer] = []  # that a device may still write to, and that will not be read
 
 
 class DeviceStatistics:
@@ -238,7 +238,7 @@ class DeviceStatistics:
         """Send for what is left, and give the memory on the device back."""
         with self._lock:
             for queue in list(self._queues.values()):
-                with suppress(Exception):  # whoever waits for the numbers is told
+                with suppress(Exception):  # the reader of the numbers gets the error
                     self._send(queue)
                 self._queues.pop(queue.key, None)
             self._last.clear()
@@ -468,7 +468,7 @@ class PendingSummary:
         return self._batch.has_arrived
 
     def leave(self) -> None:
-        """Have the numbers fetched, though nobody waits for them."""
+        """Fetch the numbers before they are asked for."""
         self._batch.leave()
 
 
@@ -507,7 +507,7 @@ class _PendingChannels:
         return self._tables.arrival.has_arrived and getattr(self._later, "has_arrived", True)
 
     def leave(self) -> None:
-        """Have the numbers fetched, though nobody waits for them."""
+        """Fetch the numbers before they are asked for."""
         leave(self._later)
         self._tables.arrival.leave()
 

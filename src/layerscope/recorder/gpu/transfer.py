@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _STAGE = 16 << 20
 _MOST = 2 << 30  # bytes of clones a device holds at most, if a quarter of its free memory is not less
-_TOGETHER = 256 << 20  # bytes of clones that leave before anybody has asked for one, if a quarter of that is not less
+_TOGETHER = 256 << 20  # bytes of clones that are sent before one is asked for, if a quarter of the device's is not less
 _BOUND = 10.0  # seconds that a hook waits for room on the device, at most
 
 # What torch asks CUDA, without its Python around it; a build without CUDA has none of them.
@@ -341,7 +341,7 @@ class Transfer:
         if batch is not None:
             try:
                 self.send(batch)
-            except BaseException as error:  # nobody comes for it: whoever waits is told
+            except BaseException as error:  # it will not be fetched: its readers get the error
                 self._held -= batch.size
                 batch.finish(error)
                 raise
@@ -403,9 +403,9 @@ class Transfer:
             error = raised
         try:
             batch.finish(error)
-        except Exception as raised:  # somebody else's; the transfer must go on
+        except Exception as raised:  # of other code; the transfer must go on
             log.warning("after a copy from %s: %s: %s", self.device, type(raised).__name__, raised)
-        if batch.size:  # nobody waits for others, and a lock that the model holds is waited for
+        if batch.size:  # never waits for other threads' locks: the model may hold one
             with self._changed:
                 self._held -= batch.size
                 self._changed.notify_all()

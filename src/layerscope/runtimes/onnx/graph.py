@@ -76,6 +76,7 @@ class OnnxGraph:
         for owner in named if told_by != "order" else ():
             kinds.setdefault(owner, "")
         calls = module_calls(_scoped(nodes, numbers), returned=returned)
+        _forget_folded(calls, nodes, graph)
         ops = module_calls(
             [ScopedNode(((n.op, n.fx),) if n.op else (), n.inputs, n.outputs) for n in nodes], returned=returned
         )
@@ -170,6 +171,15 @@ def _open_ended(nodes: Sequence[OnnxNode], graph: Any) -> Iterator[str]:
         if made.op_type.startswith("QLinear") and made.op_type not in PRODUCTS and not made.metadata_props:
             scopes = [maker[value].modules for value in node.inputs if value in maker]
             yield from (name for scope in scopes for name in scope[len(node.modules) :] if name in holders)
+
+
+def _forget_folded(calls: Mapping[str, list[GraphCall]], nodes: Sequence[OnnxNode], graph: Any) -> None:
+    """Take the inputs from norms that the exporter folded into the product before them: what goes in is that one's."""
+    for at, (node, made) in enumerate(zip(nodes, graph.node, strict=True)):
+        if made.op_type in ("Conv", "ConvTranspose", "Gemm") and "norm" in node.op and node.modules:
+            for call in calls.get(node.modules[-1], ()):
+                if call.first <= at <= call.last:
+                    call.inputs = [value for value in call.inputs if value not in node.inputs]
 
 
 def _owner(node: Any, weights: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""The numbers of `summarize`, made on the GPU that holds the tensor, in one pass that nobody waits for (Triton).
+"""The numbers of `summarize`, made on the GPU that holds the tensor, in one pass; the host does not wait (Triton).
 
     slots = Slots(device, "full", stream)          # room for the numbers of several tensors
     start = slots.starting(tensor.dtype)

@@ -85,7 +85,7 @@ class ResultBuffer(NamedTuple):
 class Slots:
     """Room on one stream of one device for the numbers of `size` tensors of one level; float64's buckets take more.
 
-    Whoever calls sees to it that a slot is started once between two calls of `gather`, which empties them all: what is
+    The caller starts a slot once between two calls of `gather`, which empties them all: what is
     launched later on one stream runs later. A buffer is a little less than 32 MiB with sketches, 16 with those of
     float64, and 128 KiB without: page-locked memory comes in powers of two.
     """

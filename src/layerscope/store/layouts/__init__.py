@@ -1,6 +1,6 @@
 """Other people's layouts, read and written.
 
-    reader = recognised(Place(folder("layer_outputs"), mode="2-1"))     # None: nobody's
+    reader = recognised(Place(folder("layer_outputs"), mode="2-1"))     # None: no known layout
 
 Each layout is a sibling module with one function, `recognise(place) -> Run | None`, which looks at names and headers
 and loads no tensor. `open_run` offers a place to layerscope's own layout first and then to these, in this order. A

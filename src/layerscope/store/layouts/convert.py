@@ -93,7 +93,7 @@ class Job:
 
     @property
     def named_mode(self) -> str:
-        """The mode that names files and keys; raises where nobody said one, or where it can be no name."""
+        """The mode that names files and keys; raises where none was given, or where it can be no name."""
         if self.mode is None:
             raise Unsupported(
                 f"the {self.layout} layout names what it holds after a mode, and {self.source.address} states none: "

@@ -37,7 +37,7 @@ def path_of(files: Folder, name: str, *, most: int | None = None) -> Path:
 
 
 class _Copy:
-    """A temporary file, which goes when nobody holds this."""
+    """A temporary file, deleted with this object."""
 
     def __init__(self) -> None:
         handle, name = tempfile.mkstemp(prefix="layerscope-")

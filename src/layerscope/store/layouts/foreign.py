@@ -1,4 +1,4 @@
-"""Somebody else's dump under the same reading verbs.
+"""Another tool's dump under the same reading verbs.
 
     foreign_run(address, "neuron", items, mode="fp32")
 
@@ -25,7 +25,7 @@ def foreign_run(
     reopen: tuple[Any, ...] = (),
     **said: Any,
 ) -> Run:
-    """Return a dump that layerscope did not write; nobody knows how complete it is.
+    """Return a dump that layerscope did not write; how complete it is, is not known.
 
     `notes` says what was odd about it, in sentences; `said` are fields of its manifest.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from layerscope.store.layouts.convert import Job
     from layerscope.store.run import Entry
 
-# Nobody is kept from computing: better to wait for the disk than to drop.
+# No model is waiting: better to wait for the disk than to drop.
 _PATIENCE = 3600.0
 _PIECE = 1 << 20
 # How a recording can have ended; what is still being written has not.

@@ -3,7 +3,7 @@
     open_run("dumper/dump_20261115_094500_123456")      # or dumper, where there is one such folder in it
     run.tensor("model.layers.3.mlp", step=1, rank=0)    # step=1___rank=0___dump_index=77___name=...
 
-What the hooks saw (`non_intrusive__NAME.output`, `NAME.inputs.0`) is at the module's point. A name that somebody gave
+What the hooks saw (`non_intrusive__NAME.output`, `NAME.inputs.0`) is at the module's point. A name that the user gave
 a tensor is a point of its own, `layers.{layer_id}.NAME` where it has that tag; other tags are in the record's note.
 """
 

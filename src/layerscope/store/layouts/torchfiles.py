@@ -41,7 +41,7 @@ _LARGEST = 64 << 20
 _MOST_LEAVES = 100_000
 _DEEPEST = 64
 _LEGACY = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
-# Torch's unpickler calls these for anybody, and a few bytes could have them fill the memory.
+# Torch's unpickler calls these for any file, and a few bytes could have them fill the memory.
 _GROWING = {"builtins.bytearray"}
 _BLOCKED = ("os", "posix", "nt", "sys")  # these it refuses whatever stands in for them
 _CODECS = {"hex_codec", "base64_codec", "quopri_codec", "uu_codec", "rot_13"}

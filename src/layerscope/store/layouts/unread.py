@@ -1,10 +1,10 @@
-"""A tensor in somebody's file: dtype and shape are known, its values are read when they are asked for.
+"""A tensor in a foreign file: dtype and shape are known, its values are read when they are asked for.
 
     unread = npy(files, "layer_3.npy")          # one of the readers beside this file
     next(unread.pieces(1024))                   # the first values, and nothing else of the file
     unread.item(Point("layers.3"))              # what a foreign_run is made of
 
-What is handed out has memory of its own: nobody writes into the file, or loses the values when the file goes.
+What is handed out has memory of its own: writing to it does not change the file, and it outlives the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from layerscope.stats import Summary
 
 _AT_A_TIME = 1 << 20  # bytes that are copied at a time, where pieces are smaller
-_BLOCK = 1 << 25  # and that are put in order at a time, while the block before is still somebody's
+_BLOCK = 1 << 25  # and that are put in order at a time, while the block before is still in use
 _Mapped: TypeAlias = Any  # a tensor, or an array of numpy's, over the bytes of the file
 
 
