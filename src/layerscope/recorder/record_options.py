@@ -30,8 +30,8 @@ class RecordOptions:
     that taps change nothing: slower, and to other bits than the plain compiled model's.
 
     A `listener` is told each record as it is made; in memory, summaries alone are then not kept. `progress` is told how
-    far the measuring of floors is. The caller that sets `owned` ends the recording in any case, also where the two are let go
-    of together, in whichever order the collector takes them.
+    far the measuring of floors is. The caller that sets `owned` ends the recording in any case, also where
+    the two are let go of together, in whichever order the collector takes them.
     """
 
     name: str | None = None

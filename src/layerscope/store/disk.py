@@ -409,8 +409,8 @@ class Disk(Source):
         """Map a sealed local segment that holds a large record, up to `end`; None where it is read instead.
 
         Each tensor has a private mapping of its own: what the caller writes into it is seen nowhere else, and no
-        file stays open however many are alive. A file that is still being written, or that others may cut, is never mapped:
-        to cut it under a reader would be a SIGBUS.
+        file stays open however many are alive. A file that is still being written, or that others may cut, is
+        never mapped: to cut it under a reader would be a SIGBUS.
         """
         import torch
 
