@@ -30,7 +30,7 @@ fix: setup
 # A browser for the tests of pages: fetched where apt can be used; where there is none, those tests are skipped and say so.
 browser:
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; }; } || true
+	  { apt-get update -qq -o Acquire::Retries=3; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq -o Acquire::Retries=3 --no-install-recommends chromium >/dev/null; }; } || true
 	@command -v chromium >/dev/null || echo "There is no chromium and apt could not fetch it: the tests in tests/browser are skipped."
 
 # One thread for each of the two workers: two threads on two busy cores are many times slower than one.
