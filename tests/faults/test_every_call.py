@@ -173,11 +173,12 @@ def test_a_kill_at_any_call_of_recover_loses_nothing(tmp_path, pairs, half):
         shutil.rmtree(path)
 
 
-def test_a_kill_at_any_call_of_an_append_to_what_a_kill_left_loses_nothing(tmp_path, pairs):
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.stress)])
+def test_a_kill_at_any_call_of_an_append_to_what_a_kill_left_loses_nothing(tmp_path, pairs, every):
     shutil.copytree(pairs, tmp_path / "whole")
     calls = calls_of(lambda: record(tmp_path / "whole", after=RECORDS), half=False)
     assert assert_right(tmp_path / "whole", RECORDS, ranks=2) == 3 * RECORDS
-    for at in calls:
+    for at in calls[::every]:
         path = tmp_path / f"run{at}"
         shutil.copytree(pairs, path)
 

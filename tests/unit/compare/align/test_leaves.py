@@ -44,7 +44,7 @@ def test_shape_and_kind_of_numbers_decide_without_a_look_at_the_values():
     assert found.pairs[1].because == "[2] is [0], the only leaf of whole numbers [48, 2]"
     assert why(found.only_reference) == {
         "gate:output[0]": "no leaf of this value holds floats [48, 4] in the candidate, which has [0] whole numbers "
-        "[48, 2], [1] floats [48, 2]; compilers leave out what nobody uses, and show what the source keeps to itself."
+        "[48, 2], [1] floats [48, 2]; compilers leave out unused values, and show what the source keeps to itself."
     }
     assert found.only_candidate == []
 
