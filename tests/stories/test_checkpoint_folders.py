@@ -26,9 +26,7 @@ MODEL = "quamba-130m-w8a8"
 def test_the_drawn_weights_are_said_to_be_drawn(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     ready = prepare(MODEL, pretrained_dir=DEFAULT_DIR)
-    assert ready.ran == (
-        f"{DEFAULT_DIR} is not there: {MODEL} runs with weights drawn from seed 0, not trained"
-    )
+    assert ready.ran == (f"{DEFAULT_DIR} is not there: {MODEL} runs with weights drawn from seed 0, not trained")
     assert ready.settings["ran"] == ready.ran
 
 
