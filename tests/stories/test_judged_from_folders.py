@@ -216,6 +216,17 @@ def test_without_floors_no_healthy_pair_is_accused_and_a_fault_in_fp32_is_found(
     assert "record the reference with floors=True" in result.candidates[0].basis
 
 
+def test_outputs_alone_accuse_no_products_in_bf16_though_their_attention_cancels():
+    given = families.inputs("bert")
+    reference = recorded(families.family("bert"), given, floors=True, taps="**")
+    assert_not_accused(reference, "bert", healthy("bert", taps="**"))
+    model = families.family("bert")
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.value.weight.mul_(1.01)
+    found = ls.compare(reference, recorded(model, given, taps="**"))
+    assert found.first_divergence.name == "encoder.layer.1.attention.self.value"
+
+
 def test_another_activation_is_named_with_its_function():
     given = families.inputs("bert")
     reference = recorded(families.family("bert"), given, floors=True)

@@ -252,13 +252,19 @@ def _judged(
 
 
 def _own(rows: Sequence[Row]) -> list[ErrorNumbers]:
-    """Return the numbers of what stands out though what it was given agrees.
+    """Return the numbers of what stands out though what it was given, and every part of it, agrees.
 
-    What an arithmetic's error becomes where it has come in from before need not look like one.
+    What an arithmetic's error becomes where it has come in from before need not look like one. Where parts of all that
+    stands out are off, nothing else is known of it.
     """
-    off = {(row.point.name, row.moment) for row in rows if row.parted and row.point.side == "input"}
-    roots = (row for row in rows if row.kind == "root" and row.numbers is not None)
-    return [row.numbers for row in roots if row.numbers is not None and (row.point.name, row.moment) not in off]
+    given = {(row.point.name, row.moment) for row in rows if row.parted and row.point.side == "input"}
+    roots = [row for row in rows if row.kind == "root" and (row.point.name, row.moment) not in given]
+    holders = set()
+    for row in rows:
+        parts = row.point.name.split(".") if row.parted else ()
+        holders |= {(".".join(parts[:depth]), row.moment) for depth in range(len(parts))}
+    own = [row for row in roots if (row.point.name, row.moment) not in holders] or roots
+    return [row.numbers for row in own if row.numbers is not None]
 
 
 def _even(rows: Sequence[Row]) -> bool:
