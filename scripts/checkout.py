@@ -19,7 +19,7 @@ __all__ = ["HERE", "give_up", "hand_over", "one_sentence", "tell_user"]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-NEEDED = ("layerscope", "torch", "numpy", "click", "rich", "fsspec", "safetensors", "google_crc32c", "msgspec")
+NEEDED = ("layerscope", "torch", "numpy", "click", "rich", "fsspec", "safetensors", "google_crc32c")
 
 
 def hand_over(error: ModuleNotFoundError) -> NoReturn:
