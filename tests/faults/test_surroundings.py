@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_comparing_run_after_run_keeps_no_mapping_and_no_file(tmp_path):
 
 
 def served(model, x, count):
-    """Call it from one coroutine after another."""
+    """Call it from one coroutine after another, on a thread of their own: a browser's tests leave a loop on ours."""
 
     async def one():
         await asyncio.sleep(0)
@@ -173,7 +174,8 @@ def served(model, x, count):
         for _ in range(count):
             await asyncio.create_task(one())
 
-    asyncio.run(every())
+    with ThreadPoolExecutor(1) as other:
+        other.submit(lambda: asyncio.run(every())).result()
 
 
 @pytest.mark.parametrize("steps", [500, pytest.param(102_400, marks=pytest.mark.stress)])
@@ -181,6 +183,8 @@ def test_steps_without_end_from_threads_and_coroutines_leave_nothing_behind(step
     """In the long form each turn fills a segment, so that as much of the next is held after each."""
     model, x, held = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Tanh()), torch.ones(2, 4), []
     with ThreadPoolExecutor(8) as pool, ls.record(model, "**", to=tmp_path / "run", keep="summary") as rec:
+        together = threading.Barrier(8)
+        list(pool.map(lambda _: together.wait(), range(8)))  # so that every thread of the pool is there
         for turn in range(25):
             for each in [pool.submit(model, x) for _ in range(steps // 50)]:
                 each.result()
