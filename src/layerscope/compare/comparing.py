@@ -230,9 +230,10 @@ def _judged(
         )
 
     rows = judged(declared)
-    if arithmetic is None and not (checker.checked or grid or noise) and _even(rows):
+    own = [] if arithmetic is not None or checker.checked or grid or noise else _own(rows)
+    if own and _even(own):
         for coarse in CLASSES[CLASSES.index(plan.arithmetic) + 1 :]:
-            again = judged(coarse) if _as_coarse(rows, coarse) else rows
+            again = judged(coarse) if _as_coarse(own, rows, coarse) else rows
             if not any(row.kind in ("root", "nonfinite") for row in again) and not _finer_in_part(again):
                 rows, shown = again, coarse
                 break
@@ -267,10 +268,9 @@ def _own(rows: Sequence[Row]) -> list[ErrorNumbers]:
     return [row.numbers for row in own if row.numbers is not None]
 
 
-def _even(rows: Sequence[Row]) -> bool:
+def _even(own: Sequence[ErrorNumbers]) -> bool:
     """Tell whether what stands out is off evenly, no factor, row or column of it: an arithmetic rather than a fault."""
-    own = _own(rows)
-    return bool(own) and all(
+    return all(
         n.factor <= _FACTOR * n.relative_l2
         and not n.column > _EVEN * n.relative_l2
         and not (n.rows >= _EVEN and n.p90 > 2 * n.median)
@@ -278,14 +278,14 @@ def _even(rows: Sequence[Row]) -> bool:
     )
 
 
-def _as_coarse(rows: Sequence[Row], arithmetic: str) -> bool:
+def _as_coarse(own: Sequence[ErrorNumbers], rows: Sequence[Row], arithmetic: str) -> bool:
     """Tell whether what stands out, and most of what follows, is off by as much as a class of arithmetic rounds.
 
     A fault is diluted by what it is added to; an arithmetic is everywhere, or the same in several places that do not
     depend on each other. An estimate is too wide to tell float16.
     """
     least = LEAST[arithmetic] / 4
-    roots = [numbers.relative_l2 for numbers in _own(rows)]
+    roots = [numbers.relative_l2 for numbers in own]
     errors = sorted(row.numbers.relative_l2 for row in rows if row.numbers is not None and row.kind != "same")
     if arithmetic == "float16" and any(row.floor is not None and row.floor.source == "estimate" for row in rows):
         return False

@@ -441,15 +441,12 @@ def verdict(rows: Sequence[Row], *, grid: str = "") -> Verdict:
         left = len(rows) - len(compared)
         but = f"; {many(left, 'more row')} could not be compared" if left else ""
         return Verdict("same", f"every value of {many(len(compared), 'row')} is equal{but}")
-    if grid and (final is None or final.metrics is None):
-        return Verdict("quantised", f"{grid}, and no layer stands out; its final output was not compared")
-    if grid and final is not None and final.metrics is not None:
-        error = final.metrics.relative_l2
-        if error >= 1:
-            return Verdict(
-                "differs", f"{grid}, no layer stands out, and nothing is left of {final}: it is off by {error:.3g}"
-            )
-        return Verdict("quantised", f"{grid}, and no layer stands out; its final output is off by {error:.3g}")
+    if grid:
+        error = None if final is None or final.metrics is None else final.metrics.relative_l2
+        off = "was not compared" if error is None else f"is off by {error:.3g}"
+        if error is not None and error >= 1:
+            return Verdict("differs", f"{grid}, no layer stands out, and nothing is left of {final}: it {off}")
+        return Verdict("quantised", f"{grid}, and no layer stands out; its final output {off}")
     if final is not None and final.chaotic:
         return Verdict("cannot tell", f"{final} cannot be judged: {final.because}")
     measured = [row for row in compared if row.ratio is not None and math.isfinite(row.ratio) and row.kind == "noise"]

@@ -108,17 +108,19 @@ def by_position(
     """
     matched, lone, other = found
     here, there = [*(m for m, _, _ in matched), *lone], [*(c for _, c, _ in matched), *other]
+    ours, theirs = sorted(here), sorted(there)
     kept = [pair for pair in matched if share(pair[0], pair[1]) is not False]
     used = {mine for mine, _, _ in kept}
     taken = {its for _, its, _ in kept}
-    for mine in sorted(moment for moment in here if moment not in used):
-        its = next((c for c in sorted(there) if c.call == mine.call and c.rank == mine.rank and share(mine, c)), None)
+    for mine in (moment for moment in ours if moment not in used):
+        its = next((c for c in theirs if c.call == mine.call and c.rank == mine.rank and share(mine, c)), None)
         if its is not None:
             kept.append((mine, its, "by token position"))
             used.add(mine)
             taken.add(its)
-    for its in sorted(moment for moment in there if moment not in taken):
-        first = next((m for m in sorted(here) if m.call == its.call and m.rank == its.rank and share(m, its)), None)
+    for its in (moment for moment in theirs if moment not in taken):
+        first = next((m for m in ours if m.call == its.call and m.rank == its.rank and share(m, its)), None)
+        # Its row stands at its own moment, where no row of another pair may stand.
         if first is not None and its not in used:
             kept.append((first, its, "by token position"))
             taken.add(its)
