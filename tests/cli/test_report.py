@@ -89,6 +89,7 @@ def test_what_cannot_be_reported_is_a_sentence(cli, tmp_path):
         answer = cli("report", what)
         assert (answer.code, answer.out) == (2, "")
         assert answer.err.startswith("layerscope: ")
+        assert what in answer.err
     assert not (tmp_path / "report.html").exists()
 
 

@@ -40,7 +40,7 @@ def _page(address: str, progress: Progress) -> Document:
         from layerscope.compare.page.html_page import page as compared
         from layerscope.compare.page.saved import loads
 
-        return compared(loads(Path(address).read_bytes()))
+        return compared(loads(Path(address).read_bytes(), name=address))
     from layerscope.pages.run import page
     from layerscope.store import open_run
 

@@ -19,7 +19,7 @@ from layerscope.points import Moment, Point
 _NAMED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def loads(text: str | bytes) -> Comparison:
+def loads(text: str | bytes, *, name: str = "this") -> Comparison:
     """Read a saved comparison; raises BadText for anything else."""
     try:
         value = json.loads(text)
@@ -35,7 +35,7 @@ def loads(text: str | bytes) -> Comparison:
             tuple(value["noise"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, LayerscopeError) as error:
-        raise BadText(f"this is no saved comparison ({error!r}); `compare --save_comparison` writes one.") from error
+        raise BadText(f"{name} is no saved comparison ({error!r}); `compare --save_comparison` writes one.") from error
 
 
 def _against(value: Mapping[str, Any], rows: list[Row]) -> Against:
